@@ -108,6 +108,7 @@ def unmet_requests(request: ScheduleRequest, schedule: Schedule) -> Iterator[str
         ("--speedup", speedup, speedup and abs(schedule.num_layers / speedup - schedule.mean_layers) <= rounding),
         ("--max-layers", request.max_layers, request.max_layers == schedule.layers[0]),
         ("--min-layers", request.min_layers, may_end_higher or request.min_layers == schedule.layers[-1]),
+        ("--span", request.span, request.span == schedule.span),
     )
     outcome = "changes nothing" if fixed else "is not met"
     for option, value, is_met in checks:

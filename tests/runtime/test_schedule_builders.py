@@ -143,7 +143,14 @@ def test_requests_that_a_table_does_not_meet_are_reported(tmp_path: Path) -> Non
     agreeing = ScheduleRequest(name=f"table:{path}", speedup=1.5, max_layers=6, min_layers=2)
     table = build_schedule(agreeing, 6)
     assert (table.layers, list(unmet_requests(agreeing, table))) == ((6, 4, 2), [])
-    for other in ({"speedup": 3.0}, {"max_layers": 5}, {"min_layers": 3}, {"speedup": 0.0}, {"speedup": float("nan")}):
+    for other in (
+        {"speedup": 3.0},
+        {"max_layers": 5},
+        {"min_layers": 3},
+        {"speedup": 0.0},
+        {"speedup": float("nan")},
+        {"span": 9},
+    ):
         asked = dataclasses.replace(agreeing, **other)  # type: ignore[arg-type]
         assert build_schedule(asked, 6) == table
         (told,) = unmet_requests(asked, table)
@@ -151,10 +158,12 @@ def test_requests_that_a_table_does_not_meet_are_reported(tmp_path: Path) -> Non
         assert told.startswith(f"--{option.replace('_', '-')} {value:g} changes nothing: the table schedule has 6 -> 2 layers")
 
 
-def test_a_speedup_that_changes_nothing_at_full_depth_or_with_a_decay_is_reported() -> None:
+def test_a_speedup_or_span_that_changes_nothing_at_full_depth_or_with_a_decay_is_reported() -> None:
     for asked in (ScheduleRequest(name="full", speedup=2), ScheduleRequest(name="power", alpha=0.5, speedup=2)):
         (told,) = unmet_requests(asked, build_schedule(asked, 24))
         assert told.startswith("--speedup 2 changes nothing: the ")
+    (told,) = unmet_requests(asked := ScheduleRequest(name="full", span=9), build_schedule(asked, 24))
+    assert told.startswith("--span 9 changes nothing: the full schedule has 24 -> 24 layers over 1 positions")
     for asked in (
         ScheduleRequest(speedup=2),
         ScheduleRequest(name="step", speedup=3, max_layers=12),
