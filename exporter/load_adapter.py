@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 
-from skipdecode.errors import ModelNotSupportedError, shortened
+from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.adapter_config import MERGE
 from skipdecode.exporter.checkpoint import FORMATS, TEXT_PART_NAMES
 from skipdecode.exporter.checkpoint_folder import ADAPTER_CONFIG
 from skipdecode.exporter.config_json import check_permitted, reason
-
-logger = logging.getLogger(__name__)
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."  # of names in these files
@@ -37,6 +35,7 @@ class Adapter:
     folder: Path
     config: Any  # peft's
     weights: dict[str, torch.Tensor]  # by the names of the model that was trained
+    warnings: tuple[str, ...] = ()  # what peft warns of in its settings
 
     def vocabulary(self, size: int) -> int:
         """The rows of embedding and head, which are not the base model's `size` if tokens were added.
@@ -106,8 +105,6 @@ def load_adapter(folder: Path) -> Adapter:
 
     with blaming_adapter(folder), warnings.catch_warnings(record=True, action="always") as warned:
         config = PeftConfig.from_pretrained(str(folder))
-    for warning in warned:
-        logger.warning("%s: peft warns: %s", folder, shortened(str(warning.message), 200))
     files = ((file_format, folder / name) for file_format, name in zip(FORMATS, _WEIGHTS, strict=True))
     found = next((pair for pair in files if pair[1].is_file()), None)
     if found is None:
@@ -119,7 +116,7 @@ def load_adapter(folder: Path) -> Adapter:
     broken = next((name for name, value in weights.items() if not value.isfinite().all()), None)
     if broken is not None:
         raise ModelNotSupportedError(f"{broken} holds nan or infinity", "save the adapter again", where=str(file))
-    return Adapter(folder=folder, config=config, weights=weights)
+    return Adapter(folder=folder, config=config, weights=weights, warnings=tuple(str(each.message) for each in warned))
 
 
 def _widened(value: torch.Tensor) -> torch.Tensor:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from skipdecode.errors import shortened
 from skipdecode.exporter.adapter_config import MERGE
 from skipdecode.exporter.graphs import Skeleton, meta_model
 from skipdecode.exporter.load_adapter import blaming_adapter, load_adapter
 from skipdecode.exporter.weights import TensorSource
+
+logger = logging.getLogger(__name__)
 
 _NAME = "default"  # peft's, of a model's only adapter
 
@@ -29,6 +33,8 @@ class AdaptedSource:
 
     def __init__(self, stored: TensorSource, adapter: Path, skeleton: Skeleton) -> None:
         self._stored, self._adapter, self._skeleton = stored, load_adapter(adapter), skeleton
+        for warning in self._adapter.warnings:  # here, since `load_config` loads it, too
+            logger.warning("%s: peft warns: %s", adapter, shortened(warning, 200))
         model = meta_model(skeleton.config, torch.float32)
         self._names = _fill_with_placeholders(model)
         self._put_on(model)

@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.load_adapter import Adapter, load_adapter
 from tests.exporter.test_merge_adapter import adapt
+from tests.models import MAX_LENGTH
 from tests.zoo import Zoo, edit_settings
 
 
@@ -26,12 +28,14 @@ def saved(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_settings_of_a_newer_peft_are_warned_of(saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_export_warns_once_of_settings_of_a_newer_peft(
+    saved: Path, zoo: Zoo, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = shutil.copytree(saved, tmp_path / "adapter")
-    edit_settings(folder / "adapter_config.json", new_setting=5)
-    load_adapter(folder)
-    (record,) = caplog.records
-    assert record.message.startswith(f"{folder}: peft warns: Unexpected keyword arguments ['new_setting']")
+    edit_settings(folder / "adapter_config.json", new_setting=5, base_model_name_or_path=str(zoo.checkpoint("llama")))
+    export(ExportRequest(model=str(folder), out=tmp_path / "bundle", max_length=MAX_LENGTH))
+    (message,) = [message for message in caplog.messages if "peft" in message]
+    assert message.startswith(f"{folder}: peft warns: Unexpected keyword arguments ['new_setting']")
 
 
 def test_weights_may_be_in_torchs_format(saved: Path, tmp_path: Path) -> None:
