@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ Range = tuple[int, int, int]  # least, most likely, most
 _REFUSED, _NOT_WRITTEN = 2, 3  # exit statuses of a builder process; its last line is the TargetError, or the OSError's errno
 _USE_CUDA_INSTEAD = "export for cuda, which needs no builder"
 _STANDSTILL_S = 120  # without any CPU time, after which a builder is considered deadlocked
+_POLL_S = 0.2  # between two looks at a builder
 _MIN_VERSIONS = {"tensorrt-rtx": "1.7", "tensorrt": "10.15"}  # versions with a layer that updates a KV buffer in place
 
 
@@ -168,17 +168,19 @@ def build_in_process(request: PlanRequest, stop: threading.Event) -> None:
 
 
 def _wait_for(process: subprocess.Popen[str], stdin: str | None, stop: threading.Event) -> tuple[str, bool]:
-    """Wait for a process; its standard error, and whether it was killed because it stood still."""
-    cpu_ticks, last_progress, stood_still = 0, time.monotonic(), False
+    """Wait for a process; its standard error, and whether it was killed because it stood still.
+
+    Time is counted in looks, not by a clock: after Ctrl-Z, or a container's pause, both processes go on where they were.
+    """
+    cpu_ticks, idle_looks, stood_still = 0, 0, False
     while True:
         try:
-            return process.communicate(stdin, timeout=0.2)[1], stood_still
+            return process.communicate(stdin, timeout=_POLL_S)[1], stood_still
         except subprocess.TimeoutExpired:
             stdin = None  # `communicate` takes input in its first call only
         last_cpu_ticks, cpu_ticks = cpu_ticks, _processor_time(process.pid)
-        if cpu_ticks != last_cpu_ticks:
-            last_progress = time.monotonic()
-        stood_still = time.monotonic() - last_progress > _STANDSTILL_S
+        idle_looks = idle_looks + 1 if cpu_ticks == last_cpu_ticks else 0
+        stood_still = idle_looks * _POLL_S > _STANDSTILL_S
         if stood_still or stop.is_set():
             process.kill()
 

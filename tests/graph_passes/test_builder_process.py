@@ -91,6 +91,21 @@ def test_a_builder_that_makes_no_progress_is_ended(tmp_path: Path, monkeypatch: 
         build_in_process(PlanRequest(target="tensorrt-rtx", source="", plan="x.plan", profiles=(DECODE,)), threading.Event())
 
 
+def test_a_builder_is_waited_for_though_the_exporter_was_paused_for_longer_than_a_builder_may_stand_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = sys.executable
+    _replace_builder("kill -STOP $PPID; sleep 1.5; kill -CONT $PPID; sleep 0.4", tmp_path, monkeypatch)
+    code = f"""
+import sys, threading
+from skipdecode.graph_passes import compile_tensorrt
+sys.executable, compile_tensorrt._STANDSTILL_S = {sys.executable!r}, 1
+request = compile_tensorrt.PlanRequest(target="tensorrt-rtx", source="", plan="x.plan", profiles=())
+compile_tensorrt.build_in_process(request, threading.Event())
+"""
+    subprocess.run([python, "-c", code], check=True, timeout=60)
+
+
 def test_a_builder_that_uses_the_cpu_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = sys.executable
     _replace_builder(f"exec {python} -c 'import time\nwhile time.process_time() < 1.5: pass'", tmp_path, monkeypatch)
