@@ -146,7 +146,8 @@ def _fill_defaults(request: ValidateRequest, manifest: manifests.Manifest, longe
 
 def _load(request: ValidateRequest, manifest: manifests.Manifest) -> tuple[dict[str, Generator | str], dict[str, int]]:
     """By target: its generator, or why it does not run here; and bytes resident with it alone. At least one target must run."""
-    names = [request.target] if request.target else [target.name for target in manifest.targets]
+    known = [target.name for target in manifest.targets] or [manifest.default_target]  # which is refused where there is none
+    names = [request.target] if request.target else known
     loaded: dict[str, Generator | str] = {}
     resident: dict[str, int] = {}
     failure: TargetError | None = None

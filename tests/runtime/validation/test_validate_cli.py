@@ -348,6 +348,15 @@ def test_a_bundle_too_short_to_measure_its_variants_is_refused(
     assert "a length of 128 leaves no room to measure" in capsys.readouterr().err
 
 
+def test_a_bundle_without_targets_is_refused(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = tmp_path / "engines"
+    shutil.copytree(zoo.bundle("opt"), bundle)
+    manifest = json.loads((bundle / "bundle.json").read_text())
+    (bundle / "bundle.json").write_text(json.dumps({**manifest, "targets": []}))
+    assert main([str(bundle), *QUICK]) == 2
+    assert capsys.readouterr().err == f"{bundle}: target 'cpu' is not in this bundle; choose from none\n"
+
+
 def test_a_reference_of_another_shape_is_refused_at_once(trained: Path, zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(trained), "--reference", str(zoo.checkpoint("opt"))]) == 2
     (line,) = capsys.readouterr().err.splitlines()
