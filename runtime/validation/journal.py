@@ -29,25 +29,34 @@ class Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.touch()
         except OSError as error:
-            raise CapacityError(
-                f"cannot be written ({error.strerror})", "set XDG_CACHE_HOME to a writable folder", where=str(self.path.parent)
-            ) from error
+            raise self._write_error(error) from error
         self._done: dict[str, Any] = dict(_read(self.path))
         self.resumed = len(self._done)
 
     def once(self, name: str, measure: Callable[[], Any]) -> Any:
-        """The result of `measure`, as JSON stores it; read from the file if an earlier run got that far."""
+        """The result of `measure`, as JSON stores it; read from the file if an earlier run got that far.
+
+        Raises:
+            CapacityError: the file cannot be written.
+        """
         if name not in self._done:
             entry = json.loads(json.dumps([name, measure()]))
             line = json.dumps([*entry, _checksum(entry)])
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(f"\n{line}\n")  # the first newline ends a line torn by an earlier kill
+            try:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(f"\n{line}\n")  # the first newline ends a line torn by an earlier kill
+            except OSError as error:
+                raise self._write_error(error) from error
             self._done[name] = entry[1]
         return self._done[name]
 
     def finish(self) -> None:
         """Delete the file: the next run measures everything again."""
         self.path.unlink(missing_ok=True)
+
+    def _write_error(self, error: OSError) -> CapacityError:
+        remedy = "free space there, or set XDG_CACHE_HOME to a writable folder"
+        return CapacityError(f"cannot be written ({error.strerror})", remedy, where=str(self.path.parent))
 
 
 def _read(path: Path) -> list[tuple[str, Any]]:

@@ -84,5 +84,14 @@ def test_a_finished_run_is_forgotten() -> None:
 def test_a_folder_that_cannot_be_written_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(CapacityError, match=r"cannot be written \(Not a directory\); set XDG_CACHE_HOME to"):
+    with pytest.raises(CapacityError, match=r"cannot be written \(Not a directory\); free space there, or set XDG_CACHE_HOME to"):
         Journal({})
+
+
+def test_a_measurement_that_cannot_be_stored_is_reported_in_one_line() -> None:
+    journal = Journal({"disk": "full"})
+    journal.path.unlink()
+    journal.path.symlink_to("/dev/full")
+    with pytest.raises(CapacityError, match=r"/validate: cannot be written \(No space left on device\); free space there"):
+        journal.once("cell", lambda: 1)
+    journal.finish()
