@@ -121,6 +121,16 @@ def lacks_head(checkpoint: Path) -> bool:
         return False
 
 
+def stored_dtype(checkpoint: Path) -> torch.dtype | None:
+    """The dtype of a folder's first weight that is not quantised, as transformers takes where config.json names none."""
+    try:
+        file_format, (file, *_) = weight_files(checkpoint)
+        dtypes = (file_format.read(file, name).dtype for name in file_format.names(file))
+        return next((dtype for dtype in dtypes if dtype in IR_TYPES), None)
+    except ModelNotSupportedError:  # as in `lacks_head`
+        return None
+
+
 def _possible_names(name: str, base: str) -> Iterator[str]:
     """The names that a parameter may have in a file; `base`: the attribute of the model without its head ("model")."""
     short = name.removeprefix(f"{base}.")

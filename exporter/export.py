@@ -101,7 +101,8 @@ def _decide(request: ExportRequest, targets: tuple[TargetRequest, ...], report: 
     check_feasible(request, targets, skeleton, limits, schedule)
     if checkpoint is None and not request.random_weights:
         checkpoint = fetch_checkpoint(request.model, lambda what: report(what, 0.0))
-        skeleton = build_skeleton(checkpoint_config(checkpoint), dtype)  # rebuilt: only weights show what is tied
+        config = checkpoint_config(checkpoint)  # anew: only weights show what is tied, and in which dtype they are
+        skeleton = build_skeleton(config, choose_dtype(request.dtype, targets, config))
     max_layers = max_layers_per_segment(request, targets, skeleton)
     return Job(
         request=request,

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.adapter_config import base_model
 from skipdecode.exporter.architectures import register_language_model
-from skipdecode.exporter.checkpoint import lacks_head
+from skipdecode.exporter.checkpoint import lacks_head, stored_dtype
 from skipdecode.exporter.checkpoint_folder import Checkpoint, checkpoint_folder
 from skipdecode.exporter.config_json import blaming_config, reason
 from skipdecode.exporter.download import download
@@ -92,6 +92,8 @@ def _read_config(model: str) -> Any:
         text.quantization_config = settings
     elif hasattr(text, "quantization_config"):  # transformers would look for the method in an empty one
         del text.quantization_config
+    if text.dtype is None:
+        text.dtype = stored_dtype(Path(model))
     return text
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import peft
@@ -105,6 +106,20 @@ def test_weights_in_other_formats_are_not_downloaded(zoo: Zoo, tmp_path: Path) -
         done = _export(served.url, tmp_path / "home", "org/both", "--out", tmp_path / "bundle")
     assert done.returncode == 0, done.stderr
     assert {Path(path).name for path in served.sent} == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("save", [save_file, torch.save])
+def test_where_config_json_names_no_dtype_it_is_that_of_the_weights(save: Callable[..., None], zoo: Zoo, tmp_path: Path) -> None:
+    folder = tmp_path / "hub" / "org" / "llama"
+    zoo.model("llama").config.save_pretrained(folder)
+    edit_settings(folder / "config.json", dtype=None)
+    weights = {name: value.bfloat16() for name, value in zoo.model("llama").state_dict().items()}
+    save(weights, folder / ("model.safetensors" if save is save_file else "pytorch_model.bin"))
+    assert load_config(str(folder))[0].dtype == torch.bfloat16
+    with hub.serving(tmp_path / "hub") as served:
+        done = _export(served.url, tmp_path / "home", "org/llama", "--target", "cuda", "--out", tmp_path / "bundle")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "bundle" / "bundle.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_settings_are_fetched_without_a_word(tmp_path: Path) -> None:
