@@ -7,10 +7,12 @@ import contextlib
 import io
 import os
 import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn, TextIO
 
 from skipdecode.errors import CapacityError, SkipDecodeError
@@ -42,7 +44,8 @@ def guarded(action: Callable[[], int], *, debug: bool) -> int:
     """Run a command and return its exit status; an error that a user can cause is printed as one line."""
     _make_streams_print_anything()
     try:
-        status = action()
+        with _ending_when_terminated():
+            status = action()
         sys.stdout.flush()  # a reader that has gone must show here, not when Python shuts down
         return status
     except SkipDecodeError as error:
@@ -65,6 +68,26 @@ def guarded(action: Callable[[], int], *, debug: bool) -> int:
         where = os.fsdecode(error.filename) if error.filename else ""
         complain(SkipDecodeError(f"cannot continue ({error.strerror or error})", _REMEDY, where=where))
         return BAD_INPUT
+
+
+@contextlib.contextmanager
+def _ending_when_terminated() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP end the command as errors do, so that temporary files go, some of which take gigabytes.
+
+    skip-export has handlers of its own, and keeps them.
+    """
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)  # as shells report a process that a signal ended
+
+    handled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

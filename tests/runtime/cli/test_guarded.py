@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,6 +65,28 @@ def test_no_memory_for_an_array_is_one_line_and_exit_2(capsys: pytest.CaptureFix
     assert guarded(lambda: np.zeros(1 << 60, np.uint8).size, debug=False) == 2
     refused = r"no memory is left \(Unable to allocate 1\.00 EiB .*\); free some, or ask for less\n"
     assert re.fullmatch(refused, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_command_that_is_terminated_leaves_no_temporary_files(number: signal.Signals, status: int, tmp_path: Path) -> None:
+    def action() -> int:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            signal.raise_signal(number)
+        return 0
+
+    with pytest.raises(SystemExit) as ended:
+        guarded(action, debug=False)
+    assert ended.value.code == status and list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert guarded(lambda: signal.raise_signal(signal.SIGHUP) or 0, debug=False) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("command", ["skip-run $0 --token-ids 5,6,7 --max-new-tokens 2", "skip-inspect $0 --json"])
