@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     fast.add_argument("--batch", type=_counts, action="extend", metavar="N,..", help="rows (1,4)")
     fast.add_argument("--context", type=_counts, action="extend", metavar="N,..", help="valid tokens per row (32,512)")
     fast.add_argument("--prompt-tokens", type=_count, metavar="N", help="prompt tokens per row of the workload (64)")
-    fast.add_argument("--new-tokens", type=_count, metavar="N", help="new tokens per row, --eval too (the schedule's span + 1)")
+    fast.add_argument("--new-tokens", type=_count, metavar="N", help="new tokens per row, --eval too (span + 1, 64 at least)")
     fast.add_argument("--workload", type=Path, metavar="F", help='JSONL of real lengths: {"prompt_tokens": 37, "new_tokens": 64}')
     fast.add_argument("--slo", action="append", default=[], metavar="'NAME<=X'", help="an objective (names below); repeatable")
     fast.add_argument("--baseline", type=Path, metavar="F", help="an earlier --json result to compare with")

@@ -30,6 +30,7 @@ from skipdecode.validation.step_bytes import StepBytes
 from skipdecode.validation.workload import Request, check_fits, measure_workload
 
 FORMAT = 1
+_NEW_TOKENS = 64  # by default, where the schedule's span is shorter
 _MEASUREMENTS_VERSION = 4  # version of the measurements' fields; raised when they change, so that no older ones are resumed
 _LIBRARIES = ("skipdecode", "onnxruntime", "numpy", "torch", "transformers", "sacrebleu", "rouge_score")
 
@@ -48,7 +49,7 @@ class ValidateRequest:
     contexts: tuple[int, ...] | None = None  # valid tokens a row; None: 32 and 512
     requests: tuple[Request, ...] | None = None  # the workload; None: one of `prompt_tokens` and `new_tokens` per row
     prompt_tokens: int | None = None  # None: 64, or half of the bundle's length
-    new_tokens: int | None = None  # None: one more than the schedule's span, so that a step reaches its end
+    new_tokens: int | None = None  # None: so many that a step reaches the schedule's end, 64 at least
     examples: tuple[Example, ...] | None = None  # of --eval
     examples_path: Path | None = None
     speedups: tuple[float, ...] = ()  # of --eval, besides full depth and the bundle's own schedule
@@ -140,7 +141,7 @@ def _fill_defaults(request: ValidateRequest, manifest: manifests.Manifest, longe
                     f"{value}: the bundle takes 1..{bound}", "choose another, or export the model again", where=option
                 )
     prompt = request.prompt_tokens or min(64, limits.max_length // 2)
-    new = request.new_tokens or max(2, min(span + 1, limits.max_length - prompt))
+    new = request.new_tokens or max(2, min(max(span + 1, _NEW_TOKENS), limits.max_length - prompt))
     return dataclasses.replace(request, batches=batches, contexts=contexts, prompt_tokens=prompt, new_tokens=new)
 
 

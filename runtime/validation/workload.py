@@ -94,9 +94,10 @@ def check_fits(requests: Sequence[Request], batch: int, generator: Generator, wh
         prompt, new = max(request.prompt_tokens for request in group), max(request.new_tokens for request in group)
         if prompt + new > limit:
             together = f", of {len(group)} requests that run together," if len(group) > 1 else ""
+            smaller = ", choose a smaller --batch" if len(group) > 1 else ""
             raise CapacityError(
                 f"{prompt} prompt tokens and {new} new ones{together} exceed the bundle's {limit}",
-                "ask for fewer, or export with a larger --max-length",
+                f"ask for fewer{smaller}, or export with a larger --max-length",
                 where=where,
             )
 

@@ -143,7 +143,9 @@ def test_real_lengths_run_in_order_in_batches(zoo: Zoo, tmp_path: Path) -> None:
     apart = [Request(prompt_tokens=40, new_tokens=3), Request(prompt_tokens=3, new_tokens=40)]
     check_fits(apart, 1, generator, "--workload")
     with pytest.raises(
-        CapacityError, match="40 prompt tokens and 40 new ones, of 2 requests that run together, exceed the bundle's 48"
+        CapacityError,
+        match="40 prompt tokens and 40 new ones, of 2 requests that run together, exceed the bundle's 48; ask for fewer, "
+        "choose a smaller --batch, or export with a larger --max-length",
     ):
         check_fits(apart, 2, generator, "--workload")
 

@@ -21,9 +21,9 @@ from tests.zoo import Zoo
 @pytest.mark.parametrize(
     ("max_batch", "max_length", "filled"),
     [
-        (8, 2048, ((1, 4), (32, 512), 64, 11)),
-        (2, 48, ((1, 2), (32, 40), 24, 11)),
-        (1, 24, ((1,), (16,), 12, 11)),
+        (8, 2048, ((1, 4), (32, 512), 64, 64)),
+        (2, 48, ((1, 2), (32, 40), 24, 24)),
+        (1, 24, ((1,), (16,), 12, 12)),
         (1, 18, ((1,), (10,), 9, 9)),
     ],
 )
@@ -36,6 +36,12 @@ def test_defaults_are_those_of_a_service_or_the_most_that_the_bundle_takes(
     request = ValidateRequest(bundle=zoo.bundle("opt"))
     found = validation._fill_defaults(request, dataclasses.replace(manifest, limits=limits), max_length - 8)
     assert (found.batches, found.contexts, found.prompt_tokens, found.new_tokens) == filled
+
+
+def test_the_default_number_of_new_tokens_reaches_the_end_of_a_long_schedule() -> None:
+    limits = SimpleNamespace(max_batch=1, max_length=2048)
+    manifest: Any = SimpleNamespace(limits=limits, schedule=SimpleNamespace(span=100), variants=())
+    assert validation._fill_defaults(ValidateRequest(bundle=Path()), manifest, 2000).new_tokens == 101
 
 
 def test_default_batches_fit_a_workload_of_few_requests(zoo: Zoo) -> None:
