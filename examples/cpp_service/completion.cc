@@ -53,14 +53,9 @@ std::string Text(const Json& body, const char* name, const std::string& otherwis
 void CheckFields(const Json& body) {
   static const std::set<std::string> served = {"model", "prompt", "max_tokens", "temperature",    "top_p", "top_k",
                                                "seed",  "stop",   "stream",     "stream_options", "user",  "ignore_eos"};
-  static const std::vector<std::pair<std::string, Json>> neutral = {{"n", 1},
-                                                                    {"best_of", 1},
-                                                                    {"echo", false},
-                                                                    {"logprobs", nullptr},
-                                                                    {"suffix", nullptr},
-                                                                    {"presence_penalty", 0},
-                                                                    {"frequency_penalty", 0},
-                                                                    {"logit_bias", Json::object()}};
+  static const std::vector<std::pair<std::string, Json>> neutral = {
+      {"n", 1},       {"best_of", 1},          {"echo", false},          {"logprobs", nullptr},
+      {"suffix", ""}, {"presence_penalty", 0}, {"frequency_penalty", 0}, {"logit_bias", Json::object()}};
   for (const auto& item : body.items()) {
     if (served.count(item.key()) > 0) continue;
     const auto known = std::find_if(neutral.begin(), neutral.end(), [&](const auto& each) { return each.first == item.key(); });

@@ -158,7 +158,8 @@ int Run(const service::Settings& settings) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (std::find(arguments, arguments + count, std::string("--help")) != arguments + count) {
+  const auto asks_for_help = [](const std::string& argument) { return argument == "--help" || argument == "-h"; };
+  if (std::any_of(arguments, arguments + count, asks_for_help)) {
     std::cout << kHelp;
     return 0;
   }

@@ -48,7 +48,8 @@ def test_null_is_as_if_the_field_were_left_out(server: Server) -> None:
 def test_unsupported_fields_may_have_the_value_that_changes_nothing(server: Server) -> None:
     neutral = {"n": 1, "best_of": 1, "echo": False, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}}
     greedy = text_of(server, temperature=0)
-    assert text_of(server, temperature=0, **neutral, suffix=None, logprobs=None) == greedy
+    for suffix in (None, ""):
+        assert text_of(server, temperature=0, **neutral, suffix=suffix, logprobs=None) == greedy
 
 
 def test_top_k_of_1_is_greedy_at_any_temperature(server: Server) -> None:

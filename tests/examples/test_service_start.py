@@ -50,7 +50,7 @@ def test_bad_options_give_one_line_and_exit_status_2(bundle: Path, options: list
     assert says in done.stderr
 
 
-@pytest.mark.parametrize("options", [["--help"], ["nowhere", "--help"], ["nowhere", "--port", "1", "--help"]])
+@pytest.mark.parametrize("options", [["--help"], ["-h"], ["nowhere", "--help"], ["nowhere", "--port", "1", "--help"]])
 def test_help_is_printed_wherever_it_is_asked_for(options: list[str]) -> None:
     done = subprocess.run([SERVICE, *options], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: skd_service BUNDLE [options]\n")
