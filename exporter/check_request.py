@@ -14,6 +14,7 @@ from skipdecode.schedule_builders import check_schedule_request
 from skipdecode.text import is_utf8
 
 _MAX_ROWS = 2**31 - 1  # TensorRT's dimensions are signed 32-bit integers
+_MAX_LENGTH = 2**24  # beyond any model's; engines hold tables with a row for each position
 _MAX_MIB = 2**43 - 1  # the same in bytes fits a signed 64-bit integer
 
 
@@ -46,6 +47,8 @@ def check_request(request: ExportRequest) -> tuple[TargetRequest, ...]:
         raise TargetError(f"{request.max_batch} is out of range", f"choose 1..{_MAX_ROWS}", where="--max-batch")
     if request.max_length is not None and request.max_length < 2:
         raise TargetError(f"{request.max_length} leaves no token to generate", "choose 2 or more", where="--max-length")
+    if request.max_length is not None and request.max_length > _MAX_LENGTH:
+        raise TargetError(f"{request.max_length} is longer than any row", f"choose {_MAX_LENGTH} or less", where="--max-length")
     out, table = real_out(request.out), request.schedule.name.partition(":")[2]
     check_out(out, request.force)
     if table:

@@ -88,6 +88,7 @@ def test_a_model_of_one_position_is_refused_where_no_length_is_given(zoo: Zoo, t
         ({"max_batch": 0}, TargetError, r"choose 1\.\.2147483647"),
         ({"max_batch": 10**23}, TargetError, "--max-batch: 10{23} is out of range"),
         ({"max_length": 1}, TargetError, "--max-length: 1 leaves no token to generate; choose 2 or more"),
+        ({"max_length": 2**24 + 1}, TargetError, "--max-length: 16777217 is longer than any row; choose 16777216 or less"),
         ({"max_length": 65}, ModelNotSupportedError, "the model has 64 positions"),
         ({"schedule": ScheduleRequest(name="wibble")}, SkipDecodeError, "choose one of"),
     ],
