@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from skipdecode.errors import CapacityError
+from skipdecode.whole_file import write_whole
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -78,7 +79,7 @@ class Trace:
             self._sessions.clear()
             self._folder.cleanup()
         try:
-            Path(path).write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ns"}), encoding="utf-8")
+            write_whole(Path(path), json.dumps({"traceEvents": self._events, "displayTimeUnit": "ns"}))
         except OSError as error:
             raise CapacityError(
                 f"cannot be written ({error.strerror})", "name another file", where=f"--profile {path}"

@@ -11,6 +11,7 @@ from string import Template
 from typing import Any
 
 from skipdecode.errors import CapacityError
+from skipdecode.whole_file import write_whole
 
 
 def write_report(result: dict[str, Any], path: Path) -> None:
@@ -28,7 +29,7 @@ def write_report(result: dict[str, Any], path: Path) -> None:
         script=_asset("report.js"),
     )
     try:
-        path.write_text(page, encoding="utf-8")
+        write_whole(path, page)
     except OSError as error:
         raise CapacityError(f"cannot be written ({error.strerror})", "choose another file", where=f"--report {path}") from error
 
