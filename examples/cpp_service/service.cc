@@ -148,7 +148,8 @@ void Service::AddRoutes() {
   server_.Get("/v1/models", [model](const httplib::Request&, httplib::Response& response) {
     response.set_content(Dump(Json{{"object", "list"}, {"data", Json::array({model})}}), "application/json");
   });
-  server_.Get("/v1/models/(.+)", [this, model](const httplib::Request& request, httplib::Response& response) {
+  // not (.+): std::regex takes stack for each character, more than a thread may have for the longest paths
+  server_.Get("/v1/models/(.{1,300})", [this, model](const httplib::Request& request, httplib::Response& response) {
     if (request.matches[1] == model_) {
       response.set_content(Dump(model), "application/json");
     } else {

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 import skipdecode
-from tests.examples.conftest import GOOD, PROMPT, Server
+from tests.examples.conftest import GOOD, PROMPT, SERVICE, Server
 
 
 def test_the_openai_client_gets_pythons_text(server: Server, bundle: Path) -> None:
@@ -55,6 +55,16 @@ def test_the_openai_client_finds_the_model_by_its_name_and_no_other(server: Serv
     assert server.client.models.retrieve("model") == server.client.models.list().data[0]
     with pytest.raises(openai.NotFoundError, match="model 'gpt-4' is not served here; choose model"):
         server.client.models.retrieve("gpt-4")
+
+
+def test_a_long_path_does_not_end_a_service_whose_threads_have_small_stacks(bundle: Path, tmp_path: Path) -> None:
+    """With `ulimit -s unlimited` they have 2 MiB."""
+    (program := tmp_path / "service").write_text(f'#!/bin/sh\nulimit -s 1024\nexec {SERVICE} "$@"\n')
+    program.chmod(0o700)
+    running = Server(bundle, program=program)
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        running.get(f"/v1/models/{'a' * 7000}")
+    assert running.stop() == 0
 
 
 def test_text_streams_in_pieces_that_add_up(server: Server) -> None:
