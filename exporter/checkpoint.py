@@ -124,8 +124,8 @@ def lacks_head(checkpoint: Path) -> bool:
 def stored_dtype(checkpoint: Path) -> torch.dtype | None:
     """The dtype of a folder's first weight that is not quantised, as transformers takes where config.json names none."""
     try:
-        file_format, (file, *_) = weight_files(checkpoint)
-        dtypes = (file_format.read(file, name).dtype for name in file_format.names(file))
+        file_format, files = weight_files(checkpoint)
+        dtypes = (file_format.read(file, name).dtype for file in files for name in file_format.names(file))
         return next((dtype for dtype in dtypes if dtype in IR_TYPES), None)
     except ModelNotSupportedError:  # as in `lacks_head`
         return None

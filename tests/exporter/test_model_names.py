@@ -122,6 +122,13 @@ def test_where_config_json_names_no_dtype_it_is_that_of_the_weights(save: Callab
     assert json.loads((tmp_path / "bundle" / "bundle.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_where_neither_config_json_nor_a_weight_names_a_dtype_there_is_none(zoo: Zoo, tmp_path: Path) -> None:
+    zoo.model("llama").config.save_pretrained(tmp_path)
+    edit_settings(tmp_path / "config.json", dtype=None)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    assert load_config(str(tmp_path))[0].dtype is None
+
+
 def test_settings_are_fetched_without_a_word(tmp_path: Path) -> None:
     CONFIGS["llama"]().save_pretrained(tmp_path / "hub" / "org" / "llama")
     with hub.serving(tmp_path / "hub") as served:
