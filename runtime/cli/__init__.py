@@ -78,6 +78,8 @@ def _ending_when_terminated() -> Iterator[None]:
     """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
+        for each in handled:  # another one while files are removed would leave the rest of them
+            signal.signal(each, signal.SIG_IGN)
         raise SystemExit(128 + number)  # as shells report a process that a signal ended
 
     handled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]

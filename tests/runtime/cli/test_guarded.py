@@ -80,6 +80,21 @@ def test_a_command_that_is_terminated_leaves_no_temporary_files(number: signal.S
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
+def test_a_second_signal_does_not_keep_temporary_files_from_being_removed(second: signal.Signals, tmp_path: Path) -> None:
+    def action() -> int:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(second)
+            (tmp_path / "removed").touch()
+        return 0
+
+    with pytest.raises(SystemExit) as ended:
+        guarded(action, debug=False)
+    assert ended.value.code == 143 and (tmp_path / "removed").exists()
+
+
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
