@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,11 @@ def test_a_second_signal_does_not_keep_temporary_files_from_being_removed(second
     with pytest.raises(SystemExit) as ended:
         guarded(action, debug=False)
     assert ended.value.code == 143 and (tmp_path / "removed").exists()
+
+
+def test_a_command_runs_in_any_thread_of_a_program() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(guarded, lambda: 0, debug=False).result() == 0
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
