@@ -30,7 +30,8 @@ if [ ${#missing[@]} -gt 0 ]; then
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 fi
 
-if [ -n "${ONNXRUNTIME_ROOT:-}" ]; then
+# FOLDER itself is what CMake is given as ONNXRUNTIME_ROOT
+if [ -n "${ONNXRUNTIME_ROOT:-}" ] && [ ! "$ONNXRUNTIME_ROOT" -ef "$folder" ]; then
   mkdir -p "$folder/lib"
   headers=$(realpath "$ONNXRUNTIME_ROOT/include")
   rm -rf "$folder/include"  # a folder, if an earlier run got Debian's headers: the link would be put into it

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -200,6 +201,14 @@ def test_a_given_onnx_runtime_takes_the_place_of_headers_and_library_and_leaves_
         subprocess.run([script, got, "python"], env=given_by, capture_output=True, timeout=60, check=True)
         assert (got / "include" / "onnxruntime_c_api.h").read_text() == (got / "lib" / name).read_text() == "another"
     assert (wheel / name).read_text() == "the wheel's" and (given / "include" / "onnxruntime_c_api.h").exists()
+
+
+def test_the_folder_of_an_earlier_run_may_be_given_as_onnx_runtimes_and_keeps_its_headers(tmp_path: Path) -> None:
+    got, script = tmp_path / "got", ROOT / "runtime" / "cpp" / "get_dependencies.sh"
+    shutil.copytree(LIBRARIES.parent, got, symlinks=True)
+    given_by = {**os.environ, "ONNXRUNTIME_ROOT": str(got)}
+    subprocess.run([script, got, sys.executable], env=given_by, capture_output=True, timeout=60, check=True)
+    assert (got / "lib" / "libonnxruntime.so.1").exists() and list((got / "include").rglob("onnxruntime_c_api.h"))
 
 
 def test_only_the_c_functions_are_exported() -> None:
