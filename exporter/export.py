@@ -103,6 +103,7 @@ def _decide(request: ExportRequest, targets: tuple[TargetRequest, ...], report: 
         checkpoint = fetch_checkpoint(request.model, lambda what: report(what, 0.0))
         config = checkpoint_config(checkpoint)  # anew: only weights show what is tied, and in which dtype they are
         skeleton = build_skeleton(config, choose_dtype(request.dtype, targets, config))
+        check_feasible(request, targets, skeleton, limits, schedule)  # of this dtype, too
     max_layers = max_layers_per_segment(request, targets, skeleton)
     return Job(
         request=request,

@@ -118,8 +118,10 @@ def test_where_config_json_names_no_dtype_it_is_that_of_the_weights(save: Callab
     assert load_config(str(folder))[0].dtype == torch.bfloat16
     with hub.serving(tmp_path / "hub") as served:
         done = _export(served.url, tmp_path / "home", "org/llama", "--target", "cuda", "--out", tmp_path / "bundle")
+        refused = _export(served.url, tmp_path / "home", "org/llama", "--target", "tensorrt-rtx:sm75", "--out", tmp_path / "plans")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "bundle" / "bundle.json").read_text())["dtype"] == "bfloat16"
+    assert (refused.returncode, refused.stderr) == (2, "--target: sm75 has no bf16; leave sm75 out, or choose --dtype fp16\n")
 
 
 def test_where_neither_config_json_nor_a_weight_names_a_dtype_there_is_none(zoo: Zoo, tmp_path: Path) -> None:
