@@ -77,7 +77,7 @@ def validate(
         except BundleError as error:  # the hashes tell more about the damage than the error of the library that hit it
             return _damaged(request, manifest, error, progress), lambda: None
         loaded = [generator for generator in generators.values() if isinstance(generator, Generator)]
-        request = _fill_defaults(request, manifest, min(map(max_context, loaded)))
+        request = _fill_defaults(request, manifest, min(map(max_context, loaded)), _longest_prompt(request, loaded[0]))
         _check(request, manifest, loaded[0])
         machine = {**machine_facts(_LIBRARIES), "gpu": _gpu(loaded)}
         journal = Journal(_identity(request, machine))
@@ -123,8 +123,15 @@ def _gpu(loaded: Sequence[Generator]) -> str | None:
     return gpu_at_hand().name if on_gpu else None
 
 
-def _fill_defaults(request: ValidateRequest, manifest: manifests.Manifest, longest_context: int) -> ValidateRequest:
-    """Fill in defaults that fit the bundle, and check given values against it. `longest_context`: in valid tokens."""
+def _longest_prompt(request: ValidateRequest, generator: Generator) -> int:
+    """Tokens of the longest example's prompt; 0 if there are no examples."""
+    return max(map(len, generator.encode([example.prompt for example in request.examples or ()])), default=0)
+
+
+def _fill_defaults(
+    request: ValidateRequest, manifest: manifests.Manifest, longest_context: int, longest_prompt: int
+) -> ValidateRequest:
+    """Fill in defaults that fit the bundle, and check given values against it. Lengths are in valid tokens."""
     limits, span = manifest.limits, manifest.schedule.span
     if longest_context < 1:
         raise CapacityError(
@@ -141,7 +148,8 @@ def _fill_defaults(request: ValidateRequest, manifest: manifests.Manifest, longe
                     f"{value}: the bundle takes 1..{bound}", "choose another, or export the model again", where=option
                 )
     prompt = request.prompt_tokens or min(64, limits.max_length // 2)
-    new = request.new_tokens or max(2, min(max(span + 1, _NEW_TOKENS), limits.max_length - prompt))
+    most = min(_NEW_TOKENS, limits.max_length - longest_prompt)
+    new = request.new_tokens or max(2, min(max(span + 1, most), limits.max_length - prompt))
     return dataclasses.replace(request, batches=batches, contexts=contexts, prompt_tokens=prompt, new_tokens=new)
 
 

@@ -118,7 +118,7 @@ def test_where_config_json_names_no_dtype_it_is_that_of_the_weights(save: Callab
     assert load_config(str(folder))[0].dtype == torch.bfloat16
     with hub.serving(tmp_path / "hub") as served:
         done = _export(served.url, tmp_path / "home", "org/llama", "--target", "cuda", "--out", tmp_path / "bundle")
-        refused = _export(served.url, tmp_path / "home", "org/llama", "--target", "tensorrt-rtx:sm75", "--out", tmp_path / "plans")
+        refused = _export(served.url, tmp_path / "home", "org/llama", "--target", "tensorrt-rtx:sm75", "--out", tmp_path / "rtx")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "bundle" / "bundle.json").read_text())["dtype"] == "bfloat16"
     assert (refused.returncode, refused.stderr) == (2, "--target: sm75 has no bf16; leave sm75 out, or choose --dtype fp16\n")

@@ -34,21 +34,28 @@ def test_defaults_are_those_of_a_service_or_the_most_that_the_bundle_takes(
     limits = dataclasses.replace(manifest.limits, max_batch=max_batch, max_length=max_length)
     assert manifest.schedule.span == 10
     request = ValidateRequest(bundle=zoo.bundle("opt"))
-    found = validation._fill_defaults(request, dataclasses.replace(manifest, limits=limits), max_length - 8)
+    found = validation._fill_defaults(request, dataclasses.replace(manifest, limits=limits), max_length - 8, 0)
     assert (found.batches, found.contexts, found.prompt_tokens, found.new_tokens) == filled
 
 
 def test_the_default_number_of_new_tokens_reaches_the_end_of_a_long_schedule() -> None:
     limits = SimpleNamespace(max_batch=1, max_length=2048)
     manifest: Any = SimpleNamespace(limits=limits, schedule=SimpleNamespace(span=100), variants=())
-    assert validation._fill_defaults(ValidateRequest(bundle=Path()), manifest, 2000).new_tokens == 101
+    assert validation._fill_defaults(ValidateRequest(bundle=Path()), manifest, 2000, 0).new_tokens == 101
+
+
+def test_the_default_number_of_new_tokens_leaves_room_for_the_longest_example_but_reaches_the_schedules_end() -> None:
+    limits = SimpleNamespace(max_batch=1, max_length=96)
+    manifest: Any = SimpleNamespace(limits=limits, schedule=SimpleNamespace(span=8), variants=())
+    for longest, new in ((0, 48), (74, 22), (90, 9)):
+        assert validation._fill_defaults(ValidateRequest(bundle=Path()), manifest, 80, longest).new_tokens == new
 
 
 def test_default_batches_fit_a_workload_of_few_requests(zoo: Zoo) -> None:
     bundle = zoo.bundle("opt")
     for count, batches in ((1, (1,)), (3, (1, 3)), (9, (1, 4))):
         request = ValidateRequest(bundle=bundle, requests=(Request(prompt_tokens=5, new_tokens=3),) * count)
-        assert validation._fill_defaults(request, manifests.read(bundle), 20).batches == batches
+        assert validation._fill_defaults(request, manifests.read(bundle), 20, 0).batches == batches
 
 
 def test_resident_memory_is_that_of_one_target_only(monkeypatch: pytest.MonkeyPatch) -> None:
