@@ -18,7 +18,7 @@ from skipdecode.errors import (
 from skipdecode.generate import Generator, load
 from skipdecode.generation import Generation, Row, Step, Timings
 from skipdecode.sampling import Sampling
-from skipdecode.schedule import Anchor, Schedule
+from skipdecode.schedule import Anchor, Schedule, full_depth
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from skipdecode.trace import Trace
 
@@ -40,5 +40,6 @@ __all__ = [
     "Timings",
     "Trace",
     "build_schedule",
+    "full_depth",
     "load",
 ]

@@ -57,6 +57,13 @@ def test_the_training_pages_script_trains_a_model_that_can_be_exported(tmp_path:
     assert skipdecode.load(tmp_path / "engines").generate("name[Clowns] =>", max_new_tokens=4).sequences[0].text
 
 
+def test_every_call_that_the_training_page_names_as_skipdecodes_exists() -> None:
+    page = (ROOT / "docs" / "training.md").read_text("utf-8")
+    names = re.findall(r"`skipdecode\.(\w+)\(", page)
+    assert "full_depth" in names
+    assert not [name for name in names if not hasattr(skipdecode, name)]
+
+
 @pytest.mark.parametrize("command", ["skip-export", "skip-run", "skip-validate", "skip-inspect"])
 def test_every_option_in_the_table_of_commands_is_in_the_help(command: str) -> None:
     row = next(line for line in README.splitlines() if line.startswith(f"| `{command}"))
