@@ -77,7 +77,7 @@ def library(target: str) -> Any:
         remedy = f"pip install '{target}>={_MIN_VERSIONS[target]}'"
         raise TargetError(f"{target} {module.__version__} is too old", remedy, where="--target")
     if importlib.util.find_spec("polygraphy") is None:  # not imported yet: see `tensorrt.polygraphy`
-        raise TargetError(f"target {target} needs the Python package polygraphy", "pip install polygraphy", where="--target")
+        raise tensorrt.missing_package_error(target, "polygraphy")
     return module
 
 

@@ -182,7 +182,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", help="measure only the model in this folder")
     parser.add_argument("--quantize", choices=["none", "int8", "int4"], default="none")
     parser.add_argument("--out", type=Path, help="results as JSON")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not options.data.is_file():
+        parser.error(f"--data: there is no file {options.data}")
+    return options
 
 
 if __name__ == "__main__":

@@ -151,13 +151,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="for a new model's weights and the order of the data")
     options = parser.parse_args()
+    table = options.data / "trainset.csv"
+    for option, path in (("--data", table), ("--start", options.start)):
+        if path is not None and not path.exists():
+            parser.error(f"{option}: there is no {path}")
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
-    pairs = read_pairs(options.data / "trainset.csv")
+    pairs = read_pairs(table)
     start = options.start
     tokenizer = PreTrainedTokenizerFast.from_pretrained(start) if start else train_tokenizer(pairs)
     model = OPTForCausalLM.from_pretrained(start, dtype=torch.float32) if start else new_model()
-    if options.keep_layers:
+    if options.keep_layers is not None:
+        depth = model.config.num_hidden_layers
+        if not 2 <= options.keep_layers <= depth:
+            parser.error(f"--keep-layers: {options.keep_layers} is out of range; choose 2..{depth}")
         truncate(model, options.keep_layers)
     recipe = Recipe(
         steps=options.steps, speedups=options.speedups, warmup_layers=options.warmup_layers,

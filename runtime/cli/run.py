@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", dest="prompts", action="append", default=[], metavar="TEXT", help="repeatable: one row each")
     parser.add_argument(
         "--prompt-file", dest="prompts", action="append", type=Path, metavar="F",
-        help="a file whose whole text is one prompt; repeatable",
+        help="a file whose whole text is one prompt, a line break at its end too; repeatable",
     )  # fmt: skip
     parser.add_argument("--token-ids", action="append", default=[], metavar="1,2,3", help="instead of text; repeatable")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="most new tokens per row (64)")

@@ -29,13 +29,12 @@ def library(target: str) -> Any:
         TargetError: it is not installed, or its shared libraries cannot be loaded.
     """
     package = LIBRARIES[target]
-    remedy = "pip install tensorrt-rtx" if target == "tensorrt-rtx" else "docs/tensorrt.md says where to get it"
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        raise TargetError(f"target {target} needs the Python package {package}", remedy, where="--target") from error
+        raise missing_package_error(target, package) from error
     except (ImportError, OSError) as error:  # its shared libraries
-        raise TargetError(f"{package} cannot be loaded ({error})", remedy, where="--target") from error
+        raise TargetError(f"{package} cannot be loaded ({error})", _remedy(target, package), where="--target") from error
 
 
 def polygraphy(target: str, module: str) -> Any:
@@ -48,10 +47,20 @@ def polygraphy(target: str, module: str) -> Any:
     try:
         logger = importlib.import_module("polygraphy.logger").G_LOGGER
     except ImportError as error:
-        remedy = "pip install polygraphy"
-        raise TargetError(f"target {target} needs the Python package polygraphy", remedy, where="--target") from error
+        raise missing_package_error(target, "polygraphy") from error
     logger.module_severity = logger.CRITICAL + 1  # the caller reports what matters
     return importlib.import_module(f"polygraphy.{module}")
+
+
+def missing_package_error(target: str, package: str) -> TargetError:
+    """The error for a target without one of its Python packages."""
+    return TargetError(f"target {target} needs the Python package {package}", _remedy(target, package), where="--target")
+
+
+def _remedy(target: str, package: str) -> str:
+    if target == "tensorrt-rtx":
+        return "pip install 'skipdecode[tensorrt-rtx]'"
+    return "docs/tensorrt.md says where to get it" if package == LIBRARIES[target] else f"pip install {package}"
 
 
 def make_log(trt: Any, *, warnings: bool = False) -> Any:
