@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.engines.tensorrt import LIBRARIES
+from skipdecode.engines.tensorrt_library import LIBRARIES
 from skipdecode.errors import TargetError
 from skipdecode.graph_passes.compile_tensorrt import library
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from skipdecode.bindings import PAST_KEY, PAST_VALUE
 from skipdecode.child_process import command_of, end_with
-from skipdecode.engines import tensorrt
+from skipdecode.engines import tensorrt, tensorrt_library
 from skipdecode.errors import TargetError, shortened
 
 Range = tuple[int, int, int]  # least, most likely, most
@@ -72,12 +72,12 @@ def library(target: str) -> Any:
     Raises:
         TargetError: the package or polygraphy is not installed, or the package is too old.
     """
-    module = tensorrt.library(target)
+    module = tensorrt_library.library(target)
     if not hasattr(module.LayerType, "KV_CACHE_UPDATE"):
         remedy = f"pip install '{target}>={_MIN_VERSIONS[target]}'"
         raise TargetError(f"{target} {module.__version__} is too old", remedy, where="--target")
-    if importlib.util.find_spec("polygraphy") is None:  # not imported yet: see `tensorrt.polygraphy`
-        raise tensorrt.missing_package_error(target, "polygraphy")
+    if importlib.util.find_spec("polygraphy") is None:  # not imported yet: see `tensorrt_library.polygraphy`
+        raise tensorrt_library.missing_package_error(target, "polygraphy")
     return module
 
 
@@ -98,7 +98,7 @@ def build_plan(request: PlanRequest) -> None:
             f"{request.target}'s parser refused it: {shortened(parser.get_error(0).desc(), 300)}", _USE_CUDA_INSTEAD, where=where
         )
     _check_network(network, trt, where)
-    polygraphy, exceptions = (tensorrt.polygraphy(request.target, name) for name in ("backend.trt", "exception"))
+    polygraphy, exceptions = (tensorrt_library.polygraphy(request.target, name) for name in ("backend.trt", "exception"))
     config = _create_config(trt, polygraphy, builder, network, request)
     try:
         plan = polygraphy.engine_bytes_from_network((builder, network, parser), config, save_timing_cache=request.timing_cache)

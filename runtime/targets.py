@@ -16,7 +16,7 @@ from skipdecode.cache_folder import cache_folder
 from skipdecode.cpu import cpu_features, usable_cores
 from skipdecode.cuda import CudaDevice, gpu_at_hand
 from skipdecode.device import Device
-from skipdecode.engines import Engine, Engines, Segment, SharingEngine, tensorrt
+from skipdecode.engines import Engine, Engines, Segment, SharingEngine, tensorrt, tensorrt_library
 from skipdecode.engines.contract import embed_contract, head_contract, segment_contract
 from skipdecode.engines.kernel_cache import KernelCache
 from skipdecode.engines.ort import OrtEngine, check_library, prepare_cuda, use_threads
@@ -55,7 +55,7 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
         BundleError: an engine cannot be loaded.
         CapacityError: memory does not hold them all, or `threads` is out of range.
     """
-    if target.name in tensorrt.LIBRARIES:
+    if target.name in tensorrt_library.LIBRARIES:
         return _load_plans(manifest, bundle, target, trace)
     if target.name not in ("cpu", "cuda") or target.library != "onnxruntime":
         raise TargetError(
@@ -121,7 +121,7 @@ def _checking_loader(
 
 
 def _load_plans(manifest: Manifest, bundle: Path, target: Target, trace: Trace | None) -> Engines:
-    installed = tensorrt.library(target.name).__version__
+    installed = tensorrt_library.library(target.name).__version__
     built_for = [] if target.machine == PORTABLE else target.machine.split()
     if installed != target.library_version:
         message = f"the plans were built by {target.name} {target.library_version}, but {installed} is installed"

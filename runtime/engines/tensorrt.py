@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import mmap
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,55 +10,14 @@ from typing import Any
 
 from skipdecode import bindings
 from skipdecode.device import ALIGNMENT, Block, Call, Device
+from skipdecode.engines import tensorrt_library
 from skipdecode.engines.kernel_cache import KernelCache
 from skipdecode.errors import BundleError, CapacityError, SkipDecodeError, TargetError, shortened
 from skipdecode.memory import Array, DeviceArray
 from skipdecode.trace import Trace, traced
 
-LIBRARIES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}  # target -> Python package
 _KV_PREFIXES = tuple(each for name in (bindings.PAST_KEY, bindings.PAST_VALUE) for each in (name, bindings.present(name)))
 NO_MEMORY = re.compile(r"out ?of ?memory|bad_alloc|could not be allocated", re.IGNORECASE)
-
-
-def library(target: str) -> Any:
-    """The Python package of a TensorRT target.
-
-    Raises:
-        TargetError: it is not installed, or its shared libraries cannot be loaded.
-    """
-    package = LIBRARIES[target]
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise missing_package_error(target, package) from error
-    except (ImportError, OSError) as error:  # its shared libraries
-        raise TargetError(f"{package} cannot be loaded ({error})", _remedy(target, package), where="--target") from error
-
-
-def polygraphy(target: str, module: str) -> Any:
-    """A module of polygraphy for a target's TensorRT library; its first import in a process decides which library that is.
-
-    Raises:
-        TargetError: polygraphy is not installed.
-    """
-    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(target == "tensorrt-rtx"))
-    try:
-        logger = importlib.import_module("polygraphy.logger").G_LOGGER
-    except ImportError as error:
-        raise missing_package_error(target, "polygraphy") from error
-    logger.module_severity = logger.CRITICAL + 1  # the caller reports what matters
-    return importlib.import_module(f"polygraphy.{module}")
-
-
-def missing_package_error(target: str, package: str) -> TargetError:
-    """The error for a target without one of its Python packages."""
-    return TargetError(f"target {target} needs the Python package {package}", _remedy(target, package), where="--target")
-
-
-def _remedy(target: str, package: str) -> str:
-    if target == "tensorrt-rtx":
-        return "pip install 'skipdecode[tensorrt-rtx]'"
-    return "docs/tensorrt.md says where to get it" if package == LIBRARIES[target] else f"pip install {package}"
 
 
 def make_log(trt: Any, *, warnings: bool = False) -> Any:
@@ -102,7 +59,7 @@ class PlanRuntime:
     """
 
     def __init__(self, target: str, device: Device, kernels: KernelCache | None = None) -> None:
-        self.trt = library(target)
+        self.trt = tensorrt_library.library(target)
         self.log = make_log(self.trt)
         try:
             self.runtime = self.trt.Runtime(self.log)

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from skipdecode.bindings import PAST
 from skipdecode.child_process import command_of
 from skipdecode.decoder import Decoder
-from skipdecode.engines.tensorrt import LIBRARIES
+from skipdecode.engines.tensorrt_library import LIBRARIES
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.generate import Generator
 from skipdecode.manifest import Manifest

@@ -15,7 +15,7 @@ import numpy as np
 from skipdecode import bindings
 from skipdecode import manifest as manifests
 from skipdecode.device import HostDevice
-from skipdecode.engines import Segment, bind_segment, tensorrt
+from skipdecode.engines import Segment, bind_segment, tensorrt_library
 from skipdecode.engines.ort import OrtEngine, use_threads
 from skipdecode.errors import BundleError
 from skipdecode.generate import Generator
@@ -125,7 +125,7 @@ def _compare(target: str, sides: tuple[Infer, Infer], feed: Feed) -> dict[str, A
 
 
 def _polygraphy(target: str) -> tuple[Any, Callable[[str, Infer, Feed], Any]]:
-    base, comparator = (tensorrt.polygraphy(target, name) for name in ("backend.base", "comparator"))
+    base, comparator = (tensorrt_library.polygraphy(target, name) for name in ("backend.base", "comparator"))
 
     class Runner(base.BaseRunner):  # type: ignore[misc, name-defined]
         def __init__(self, name: str, infer: Infer, feed: Feed) -> None:
@@ -133,7 +133,7 @@ def _polygraphy(target: str) -> tuple[Any, Callable[[str, Infer, Feed], Any]]:
             self._infer, self._inputs = infer, feed
 
         def get_input_metadata_impl(self) -> Any:
-            metadata = tensorrt.polygraphy(target, "common").TensorMetadata()
+            metadata = tensorrt_library.polygraphy(target, "common").TensorMetadata()
             for name, array in self._inputs.items():
                 metadata.add(name, array.dtype, array.shape)
             return metadata

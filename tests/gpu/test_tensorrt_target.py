@@ -8,7 +8,7 @@ import pytest
 
 import skipdecode
 from skipdecode.cuda import CudaDevice
-from skipdecode.engines import tensorrt
+from skipdecode.engines import tensorrt_library
 from skipdecode.errors import TargetError
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.targets import parse_targets
@@ -33,7 +33,7 @@ NAMES = ["llama", "mpt", "gemma2", "granite_swa", "gemma4_text", "reading_others
 KINDS = [*((name, "none") for name in NAMES), *((name, how) for name in ("llama", "opt", "mixtral") for how in ("int8", "int4"))]
 
 
-@pytest.fixture(scope="module", params=tensorrt.LIBRARIES)
+@pytest.fixture(scope="module", params=tensorrt_library.LIBRARIES)
 def target(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if name == "tensorrt-rtx":

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from skipdecode.bindings import TIED_WEIGHT
-from skipdecode.engines import tensorrt
+from skipdecode.engines import tensorrt, tensorrt_library
 from skipdecode.errors import TargetError
 from skipdecode.exporter import export  # its graphs, which tests/conftest.py keeps
 from skipdecode.exporter.checkpoint import CheckpointSource
@@ -257,7 +257,7 @@ def test_the_builders_config_has_the_requested_limits() -> None:
     log = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    polygraphy = tensorrt.polygraphy("tensorrt-rtx", "backend.trt")
+    polygraphy = tensorrt_library.polygraphy("tensorrt-rtx", "backend.trt")
     found = []
     for options in (BuilderOptions(), BuilderOptions(workspace_mib=64, optimization_level=1)):
         request = PlanRequest(

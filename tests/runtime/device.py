@@ -12,7 +12,7 @@ import skipdecode
 from skipdecode import generate
 from skipdecode import manifest as manifests
 from skipdecode.device import HostDevice
-from skipdecode.engines import tensorrt
+from skipdecode.engines import tensorrt, tensorrt_library
 from skipdecode.engines.ort import use_threads
 from skipdecode.targets import load_device_engines, plan_engines
 from skipdecode.turn_around import TurnAround
@@ -27,7 +27,7 @@ def turn_around(host: ctypes.CDLL) -> TurnAround:
 def stand_in(bundle: Path, patch: pytest.MonkeyPatch, target: str = "tensorrt-rtx") -> Any:
     """Replace a TensorRT target's library by its stand-in, for the plans of one bundle, and return the stand-in."""
     stands_in = library(bundle, lambda stream, work: work(), target)
-    patch.setattr(tensorrt, "library", lambda target: stands_in)
+    patch.setattr(tensorrt_library, "library", lambda target: stands_in)
     return stands_in
 
 

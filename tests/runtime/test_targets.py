@@ -17,7 +17,7 @@ import skipdecode
 from skipdecode import manifest as manifests
 from skipdecode.cpu import cpu_features
 from skipdecode.device import HostDevice
-from skipdecode.engines import tensorrt
+from skipdecode.engines import tensorrt_library
 from skipdecode.errors import TargetError
 from skipdecode.schedule import Anchor, full_depth
 from skipdecode.targets import choose_target, load_engines
@@ -97,7 +97,7 @@ def test_plans_for_another_version_or_gpu_are_refused_with_what_rebuilds_them(
     manifests.write(dataclasses.replace(made, targets=tuple(plans)), bundle)
     monkeypatch.setattr("skipdecode.targets.CudaDevice", gpu)
     if version:
-        monkeypatch.setattr(tensorrt.library("tensorrt-rtx"), "__version__", version)
+        monkeypatch.setattr(tensorrt_library.library("tensorrt-rtx"), "__version__", version)
     with pytest.raises(TargetError, match=says) as caught:
         skipdecode.load(bundle, target="tensorrt-rtx")
     assert "\n" not in str(caught.value)

@@ -22,7 +22,7 @@ from typing import Any
 
 import skipdecode
 from skipdecode import manifest as manifests
-from skipdecode.engines import tensorrt
+from skipdecode.engines import tensorrt_library
 from skipdecode.errors import CapacityError, SkipDecodeError
 from tests.standin.run import enqueue
 from tests.standin.tensorrt import library
@@ -97,9 +97,9 @@ def _lives(load: Callable[[], skipdecode.Generator], whole: _Life, count: int, r
 def main() -> None:
     bundle = Path(sys.argv[1])
     logging.disable(logging.WARNING)  # that there are no graphs
-    target = next(each.name for each in manifests.read(bundle).targets if each.name in tensorrt.LIBRARIES)
+    target = next(each.name for each in manifests.read(bundle).targets if each.name in tensorrt_library.LIBRARIES)
     stands_in = library(bundle, enqueue, target)
-    tensorrt.library = lambda target: stands_in
+    tensorrt_library.library = lambda target: stands_in
     load = partial(skipdecode.load, bundle, target=target)
     first_loads = _failed_loads(load)
     whole = _Life(load)

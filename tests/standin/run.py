@@ -32,7 +32,7 @@ from typing import Any
 
 import skipdecode
 from skipdecode import manifest as manifests
-from skipdecode.engines import tensorrt
+from skipdecode.engines import tensorrt_library
 from skipdecode.errors import SkipDecodeError
 from tests.standin.tensorrt import RtxContext, library
 
@@ -59,9 +59,9 @@ def main() -> None:
     logging.basicConfig(format="%(message)s")
     ctypes.c_int.in_dll(_driver, "standin_old").value = "old" in sys.argv
     ctypes.c_int.in_dll(_driver, "standin_reads_host_pages").value = "host_pages" in sys.argv
-    target = next(each.name for each in manifests.read(bundle).targets if each.name in tensorrt.LIBRARIES)
+    target = next(each.name for each in manifests.read(bundle).targets if each.name in tensorrt_library.LIBRARIES)
     stands_in = library(bundle, enqueue, target)
-    tensorrt.library = lambda target: stands_in
+    tensorrt_library.library = lambda target: stands_in
     load = partial(skipdecode.load, bundle, target=target, cuda_graphs="plain" not in sys.argv)
     generator = load()
     if "full" in sys.argv:

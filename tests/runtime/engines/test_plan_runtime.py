@@ -9,7 +9,7 @@ import pytest
 import tensorrt_rtx
 
 from skipdecode.device import HostDevice
-from skipdecode.engines import tensorrt
+from skipdecode.engines import tensorrt, tensorrt_library
 from skipdecode.errors import TargetError
 
 
@@ -19,7 +19,7 @@ def test_a_driver_too_old_for_the_library_is_reported_in_one_line(monkeypatch: p
         raise TypeError("pybind11::init(): factory function returned nullptr")
 
     stands_in = SimpleNamespace(__name__="tensorrt_rtx", ILogger=tensorrt_rtx.ILogger, Runtime=runtime)
-    monkeypatch.setattr(tensorrt, "library", lambda target: stands_in)
+    monkeypatch.setattr(tensorrt_library, "library", lambda target: stands_in)
     says = r"^tensorrt_rtx cannot run a plan \(CUDA initialization failure with error: 35\); its version may need a newer driver"
     with pytest.raises(TargetError, match=says):
         tensorrt.PlanRuntime("tensorrt-rtx", HostDevice())
