@@ -72,7 +72,7 @@ def copy_tokenizer(folder: Path, bundle: Path, config: Any, max_length: int) -> 
     _write(bundle / "tokenization.json", tokenization := _tokenization(bundle / "tokenizer.json"))
     _write(bundle / "genai_config.json", {"model": {"type": config.model_type, "context_length": max_length}})
     if hf_tokenizer is not None:
-        _warn_of_differences(tokenization["samples"], hf_tokenizer)
+        _warn_of_differences(bundle / "tokenizer.json", tokenization["samples"], hf_tokenizer)
 
 
 def _copy(names: Iterable[str], folder: Path, bundle: Path) -> None:
@@ -148,18 +148,30 @@ def _add_missing_tokens(folder: Path, path: Path, vocab_size: int) -> Any:
     return None
 
 
-def _warn_of_differences(samples: list[dict[str, Any]], hf_tokenizer: Any) -> None:
-    """Warn if transformers encodes a sample differently: it rebuilds some classes' tokenizers from their settings."""
+def _warn_of_differences(path: Path, samples: list[dict[str, Any]], hf_tokenizer: Any) -> None:
+    """Warn if transformers encodes a text differently: it rebuilds some classes' tokenizers from their settings."""
     with suppress(Exception), _panics_as_errors():  # a text that it cannot encode is reported when it is used
-        for sample in samples[1:]:  # not the empty one
-            hf_ids, ids = hf_tokenizer(sample["text"])["input_ids"], sample["ids"]
+        encoded = [(sample["text"], sample["ids"]) for sample in samples[1:]]  # not the empty one
+        for text, ids in [*encoded, *_encoded_around_tokens(path, hf_tokenizer)]:
+            hf_ids = hf_tokenizer(text)["input_ids"]
             if hf_ids != ids:
                 message = "tokenizer.json: used as it is, although transformers' %s gives other ids: for %r %s instead of %s"
                 start = next((i for i, (one, two) in enumerate(zip(hf_ids, ids, strict=False)) if one != two), 0)
-                logger.warning(
-                    message, type(hf_tokenizer).__name__, sample["text"], _excerpt(hf_ids, start), _excerpt(ids, start)
-                )
+                logger.warning(message, type(hf_tokenizer).__name__, text, _excerpt(hf_ids, start), _excerpt(ids, start))
                 return
+
+
+def _encoded_around_tokens(path: Path, hf_tokenizer: Any) -> list[tuple[str, list[int]]]:
+    """A text with each added token that takes other spaces with it in transformers, and its ids by tokenizer.json."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    own, theirs = (
+        {each.content: (each.lstrip, each.rstrip, each.single_word) for each in one.get_added_tokens_decoder().values()}
+        for one in (tokenizer, hf_tokenizer.backend_tokenizer)
+    )
+    texts = [f"a {token} b" for token, settings in own.items() if theirs.get(token, settings) != settings]
+    return [(text, tokenizer.encode(text).ids) for text in texts]
 
 
 def _excerpt(ids: list[int], start: int) -> str:

@@ -88,6 +88,23 @@ def test_a_token_that_only_the_files_next_to_it_make_special_is_left_out_of_text
     assert size in json.loads((bundle / "tokenization.json").read_text())["special"]
 
 
+@pytest.mark.parametrize("taking_spaces", [True, False])
+def test_a_token_that_takes_other_spaces_with_it_in_transformers_is_warned_of(
+    taking_spaces: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (bundle := tmp_path / "bundle").mkdir()
+    own = tokenizers.Tokenizer.from_file(str(_E2E / "tokenizer.json"))
+    size = own.get_vocab_size()
+    own.add_special_tokens([tokenizers.AddedToken("<|im_end|>", normalized=False)])
+    own.save(str(tmp_path / "tokenizer.json"))
+    token = {"content": "<|im_end|>", "special": True, "normalized": False, "lstrip": taking_spaces, "rstrip": taking_spaces}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {size: {**token, "single_word": False}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    copy_tokenizer(tmp_path, bundle, CONFIGS["llama"]().__class__(vocab_size=size + 1), MAX_LENGTH)
+    assert len(caplog.messages) == taking_spaces
+    assert all("gives other ids: for 'a <|im_end|> b'" in message for message in caplog.messages)
+
+
 def test_a_tokenizer_json_that_lacks_nothing_is_copied_as_it_is(tmp_path: Path) -> None:
     copy_tokenizer(_E2E, tmp_path, CONFIGS["llama"](), MAX_LENGTH)
     assert (tmp_path / "tokenizer.json").read_bytes() == (_E2E / "tokenizer.json").read_bytes()
