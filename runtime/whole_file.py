@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
 from pathlib import Path
 
@@ -18,13 +20,23 @@ def write_whole(path: Path, text: str) -> None:
     file = path.resolve()  # a link stays one
     if (file.exists() and not file.is_file()) or not os.access(file.parent, os.W_OK):
         file.write_text(text, encoding="utf-8")
-        return
-    partial = file.with_name(f".skipdecode-{os.getpid()}")
+    else:
+        replace_file(file, text.encode())
+
+
+def replace_file(file: Path, content: bytes) -> None:
+    """Put a new file in the place of one, if there is one, whose permissions it gets. Readers see either of them.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    partial = file.with_name(f".skipdecode-{secrets.token_hex(4)}")  # containers share process ids
     try:
-        partial.write_text(text, encoding="utf-8")
-        if file.exists():
+        partial.write_bytes(content)
+        with contextlib.suppress(FileNotFoundError):
             shutil.copymode(file, partial)
         partial.replace(file)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise

@@ -5,12 +5,12 @@ NVIDIA calls this the runtime cache. TensorRT-RTX itself checks that a file fits
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import secrets
 import weakref
 from pathlib import Path
 from typing import Any
+
+from skipdecode.whole_file import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +68,9 @@ class _KernelFile:
         kernels = bytes(cache.serialize())
         if kernels == self._saved:
             return
-        partial = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")  # containers share process ids
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(kernels)
-            partial.replace(self.path)
+            replace_file(self.path, kernels)
             self._saved = kernels
         except OSError as error:  # the next start compiles again, that is all
-            with contextlib.suppress(OSError):
-                partial.unlink()
             logger.warning("compiled kernels were not saved: %s", error)
