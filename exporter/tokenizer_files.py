@@ -163,9 +163,7 @@ def _warn_of_differences(path: Path, samples: list[dict[str, Any]], hf_tokenizer
 
 def _encoded_around_tokens(path: Path, hf_tokenizer: Any) -> list[tuple[str, list[int]]]:
     """A text with each added token that takes other spaces with it in transformers, and its ids by tokenizer.json."""
-    tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+    tokenizer = _plain_tokenizer(path)
     own, theirs = (
         {each.content: (each.lstrip, each.rstrip, each.single_word) for each in one.get_added_tokens_decoder().values()}
         for one in (tokenizer, hf_tokenizer.backend_tokenizer)
@@ -188,14 +186,20 @@ def _open_tokenizer(path: Path, folder: Path) -> tokenizers.Tokenizer:
         raise ModelNotSupportedError(f"cannot be read ({error})", "repair it", where=str(folder / path.name)) from error
 
 
+def _plain_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in a file, for texts as they are: it neither pads nor cuts them."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
 def _tokenization(path: Path) -> dict[str, Any]:
     """`before` and `after`: the ids that encoding puts around a text's own; `special`: ids that are not text; `samples`."""
     try:
         with _panics_as_errors():
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            tokenizer = _plain_tokenizer(path)
             _check_template(read_settings(path).get("post_processor"))
-            tokenizer.no_padding()
-            tokenizer.no_truncation()
             text_ids, all_ids = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
             samples = [{"text": text, "ids": tokenizer.encode(text).ids} for text in _SAMPLES]
     except Exception as error:  # tokenizers raises plain Exception, also for a word missing from a vocabulary without <unk>

@@ -67,14 +67,7 @@ class Trace:
         """
         try:
             for session in self._sessions:
-                # on the clock of time.time_ns (seen on Linux; the documentation names the monotonic one)
-                start_us = session.get_profiling_start_time_ns() / 1e3
-                profile = _read_profile(Path(session.end_profiling()))
-                for event in profile:
-                    if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
-                        facts = {key: event["args"][key] for key in ("op_name", "input_type_shape", "output_type_shape")}
-                        name = event["name"].removesuffix("_kernel_time")
-                        self._add(name, "operator", start_us + event["ts"], event["dur"], facts)
+                self._add_operators(session)
         finally:
             self._sessions.clear()
             self._folder.cleanup()
@@ -84,6 +77,15 @@ class Trace:
             raise CapacityError(
                 f"cannot be written ({error.strerror})", "name another file", where=f"--profile {path}"
             ) from error
+
+    def _add_operators(self, session: ort.InferenceSession) -> None:
+        # on the clock of time.time_ns (seen on Linux; the documentation names the monotonic one)
+        start_us = session.get_profiling_start_time_ns() / 1e3
+        for event in _read_profile(Path(session.end_profiling())):
+            if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+                facts = {key: event["args"][key] for key in ("op_name", "input_type_shape", "output_type_shape")}
+                name = event["name"].removesuffix("_kernel_time")
+                self._add(name, "operator", start_us + event["ts"], event["dur"], facts)
 
     def _add(self, name: str, kind: str, start_us: float, duration_us: float, facts: dict[str, Any]) -> None:
         self._events.append(

@@ -57,9 +57,7 @@ class ValidateRequest:
     baseline: dict[str, Any] | None = None  # an earlier result
 
 
-def validate(
-    request: ValidateRequest, progress: Progress = lambda what: None
-) -> tuple[dict[str, Any], Callable[[], None]]:  # fmt: skip
+def validate(request: ValidateRequest, progress: Progress = lambda what: None) -> tuple[dict[str, Any], Callable[[], None]]:
     """Measure everything that was asked for.
 
     Returns:
