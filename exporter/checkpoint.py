@@ -24,7 +24,7 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.config_json import check_permitted, first_line
 from skipdecode.exporter.conversions import convert_lazily
 from skipdecode.exporter.dequantize import dequantise_lazily
-from skipdecode.exporter.graphs import Skeleton
+from skipdecode.exporter.skeleton import Skeleton
 from skipdecode.exporter.weights import IR_TYPES
 
 logger = logging.getLogger(__name__)

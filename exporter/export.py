@@ -22,7 +22,7 @@ from skipdecode.exporter.cuda_target import compile_cuda
 from skipdecode.exporter.dry_run import check_runs
 from skipdecode.exporter.feasible import check_feasible, choose_max_length, max_layers_per_segment
 from skipdecode.exporter.generation_config import end_ids, warn_of_unapplied
-from skipdecode.exporter.graphs import StandardGraphs, build_skeleton, layer_graphs, outer_graphs
+from skipdecode.exporter.graphs import StandardGraphs, layer_graphs, outer_graphs
 from skipdecode.exporter.job import Job
 from skipdecode.exporter.layout import Report
 from skipdecode.exporter.merge_adapter import AdaptedSource
@@ -30,6 +30,7 @@ from skipdecode.exporter.model_names import checkpoint_config, fetch_checkpoint,
 from skipdecode.exporter.output_folder import check_outside, fresh_folder, real_out
 from skipdecode.exporter.quantization_config import has_at_most_4_bits
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
+from skipdecode.exporter.skeleton import build_skeleton
 from skipdecode.exporter.supported import check_supported
 from skipdecode.exporter.targets import TargetRequest, choose_dtype
 from skipdecode.exporter.tensorrt_target import compile_tensorrt

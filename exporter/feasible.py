@@ -14,8 +14,8 @@ from skipdecode.cuda import Gpu, gpu_at_hand
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
 from skipdecode.exporter.architectures import EXPERTS_GELU
 from skipdecode.exporter.config_json import config_origin
-from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
+from skipdecode.exporter.skeleton import Skeleton
 from skipdecode.exporter.targets import TargetRequest
 from skipdecode.exporter.tensorrt_target import HALF_BYTES, check_tensorrt, slots_of_plans
 from skipdecode.graph_passes.compile_ort import check_packs_quantised

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from skipdecode import manifest
 from skipdecode.exporter.checkpoint_folder import Checkpoint
-from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import ExportRequest
+from skipdecode.exporter.skeleton import Skeleton
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.schedule import Schedule

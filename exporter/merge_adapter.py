@@ -11,8 +11,8 @@ import torch
 
 from skipdecode.errors import shortened
 from skipdecode.exporter.adapter_config import MERGE
-from skipdecode.exporter.graphs import Skeleton, meta_model
 from skipdecode.exporter.load_adapter import blaming_adapter, load_adapter
+from skipdecode.exporter.skeleton import Skeleton, meta_model
 from skipdecode.exporter.weights import TensorSource
 
 logger = logging.getLogger(__name__)

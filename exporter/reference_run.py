@@ -34,11 +34,11 @@ from skipdecode.exporter.attention import pad_to_head_size
 from skipdecode.exporter.checkpoint import TEXT_PART_NAMES, CheckpointSource, weight_files
 from skipdecode.exporter.checkpoint_folder import Checkpoint
 from skipdecode.exporter.conversions import whole_model_has_conversion_rules
-from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.merge_adapter import AdaptedSource
 from skipdecode.exporter.model_names import checkpoint_config, fetch_checkpoint, load_config
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.exporter.round_weights import round_weights
+from skipdecode.exporter.skeleton import build_skeleton
 from skipdecode.exporter.state_layers import CONV_STATE, RECURRENT_STATE, find_griffin, is_mamba, state_layers
 from skipdecode.exporter.supported import check_supported
 from skipdecode.exporter.weights import TensorSource

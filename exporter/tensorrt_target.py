@@ -14,12 +14,13 @@ from skipdecode import manifest
 from skipdecode.cuda import gpu_at_hand
 from skipdecode.errors import TargetError
 from skipdecode.exporter.architectures import experts_per_token
-from skipdecode.exporter.graphs import Skeleton, StandardGraphs
+from skipdecode.exporter.graphs import StandardGraphs
 from skipdecode.exporter.job import Job
 from skipdecode.exporter.layout import Report, move_to_file, remove_lowered, save_tied, weight_bytes
 from skipdecode.exporter.per_layer_inputs import TABLE
 from skipdecode.exporter.plan_builders import build_plans, num_builders
 from skipdecode.exporter.plan_cache import KEYS, TIMING_CACHE, content_key, keep_timings, known_plans, take_over
+from skipdecode.exporter.skeleton import Skeleton
 from skipdecode.exporter.state_layers import forgets_by_channel
 from skipdecode.exporter.targets import TargetRequest
 from skipdecode.graph_passes.avoid_unit_scale import AvoidUnitScalePass

@@ -18,8 +18,8 @@ import skipdecode
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import load_config
+from skipdecode.exporter.skeleton import build_skeleton
 from skipdecode.exporter.weights import TensorSource
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits

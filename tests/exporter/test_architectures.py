@@ -19,8 +19,8 @@ from skipdecode.errors import ModelNotSupportedError, ScheduleError
 from skipdecode.exporter.architectures import SUPPORTED, layer_keys
 from skipdecode.exporter.config_json import allowing_empty_weights
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.reference import skip_schedule
+from skipdecode.exporter.skeleton import build_skeleton
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits

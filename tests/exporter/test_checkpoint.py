@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.config_json import allowing_empty_weights
-from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import load_config
+from skipdecode.exporter.skeleton import build_skeleton
 from skipdecode.exporter.weights import TensorSource
 from tests.exporter.quantised_checkpoints import source
 from tests.models import CONFIGS, LAYERS, RELATIVES, VARIATIONS

@@ -15,8 +15,8 @@ from skipdecode import manifest as manifests
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.config_json import reason
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import load_config
+from skipdecode.exporter.skeleton import build_skeleton
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.models import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES
 from tests.unprivileged import UNPRIVILEGED

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.checkpoint import CheckpointSource
-from skipdecode.exporter.graphs import build_skeleton
+from skipdecode.exporter.skeleton import build_skeleton
 from skipdecode.exporter.weights import TensorSource
 from tests.models import RELATIVES
 from tests.zoo import Zoo

@@ -12,7 +12,7 @@ import skipdecode
 from skipdecode import manifest as manifests
 from skipdecode.exporter import cpu_target
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.exporter.graphs import build_skeleton
+from skipdecode.exporter.skeleton import build_skeleton
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits
 from tests.models import LAYERS, MAX_LENGTH, VOCABULARY

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from skipdecode.exporter import cli, command, reference_run
 from skipdecode.exporter.checkpoint_folder import Checkpoint
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.layout import Report
 from skipdecode.exporter.model_names import load_config
+from skipdecode.exporter.skeleton import build_skeleton
 from skipdecode.manifest import Manifest
 from tests.exporter.quantised_checkpoints import (
     WEIGHTS,

@@ -22,7 +22,7 @@ from skipdecode import manifest as manifests
 from skipdecode.errors import BundleError, ScheduleError
 from skipdecode.exporter import command, feasible
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.exporter.graphs import build_skeleton
+from skipdecode.exporter.skeleton import build_skeleton
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.models import CONFIGS, LAYERS, MAX_LENGTH
 from tests.zoo import Zoo

@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from skipdecode.exporter.checkpoint import CheckpointSource
-from skipdecode.exporter.graphs import _structure, build_skeleton, layer_graphs
+from skipdecode.exporter.graphs import _structure, layer_graphs
+from skipdecode.exporter.skeleton import build_skeleton
 from skipdecode.exporter.weights import write_weights
 from tests.models import CONFIGS, RELATIVES
 from tests.zoo import Zoo

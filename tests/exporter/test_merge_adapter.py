@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.adapter_config import MERGED_KINDS
 from skipdecode.exporter.checkpoint import CheckpointSource
-from skipdecode.exporter.graphs import Skeleton, build_skeleton
 from skipdecode.exporter.merge_adapter import AdaptedSource
 from skipdecode.exporter.model_names import load_config
+from skipdecode.exporter.skeleton import Skeleton, build_skeleton
 from skipdecode.exporter.weights import TensorSource
 from tests.exporter.quantised_checkpoints import in_fp8
 from tests.exporter.test_text_parts import vision_model

@@ -19,8 +19,8 @@ from skipdecode.cli import inspect, run, validate
 from skipdecode.errors import SkipDecodeError, TargetError
 from skipdecode.exporter import tensorrt_target
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.reference import greedy_tokens
+from skipdecode.exporter.skeleton import build_skeleton
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.kv_buffer import MIN_SLOTS
 from skipdecode.model import KeyValueSizes, LayerGroup

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from skipdecode.exporter import reference_run
 from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.checkpoint_folder import Checkpoint
-from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import load_config
 from skipdecode.exporter.reference import skip_schedule
+from skipdecode.exporter.skeleton import build_skeleton
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from tests.exporter.quantised_checkpoints import source
 from tests.models import CONFIGS, LAYERS, RELATIVES

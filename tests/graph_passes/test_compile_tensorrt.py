@@ -19,7 +19,7 @@ from skipdecode.engines import tensorrt, tensorrt_library
 from skipdecode.errors import TargetError
 from skipdecode.exporter import export  # its graphs, which tests/conftest.py keeps
 from skipdecode.exporter.checkpoint import CheckpointSource
-from skipdecode.exporter.graphs import build_skeleton
+from skipdecode.exporter.skeleton import build_skeleton
 from skipdecode.exporter.weights import write_weights
 from skipdecode.graph_passes import compile_tensorrt
 from skipdecode.graph_passes.avoid_unit_scale import AvoidUnitScalePass
