@@ -12,8 +12,9 @@ from torch._subclasses import fake_tensor
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from skipdecode.exporter.architectures import decoder_parts, freeze_rotary
+from skipdecode.exporter.architectures import decoder_parts
 from skipdecode.exporter.config_json import blaming_config, config_origin
+from skipdecode.exporter.rotary import freeze_rotary
 
 _TOKENS = 2  # every row has at least two, and a model may have no more positions
 _DATA_DEPENDENT_ERRORS = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)

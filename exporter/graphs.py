@@ -17,18 +17,12 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from skipdecode.exporter.altup import StreamMean
-from skipdecode.exporter.architectures import (
-    attention_window,
-    decoder_parts,
-    freeze_rotary,
-    layer_kind,
-    rotary_base,
-    rotary_for_base,
-)
+from skipdecode.exporter.architectures import attention_window, decoder_parts, layer_kind
 from skipdecode.exporter.config_json import allowing_empty_weights
 from skipdecode.exporter.layout import Report
 from skipdecode.exporter.own_attention import replace_forwards
 from skipdecode.exporter.per_layer_inputs import input_size, widen_embedding
+from skipdecode.exporter.rotary import freeze_rotary, rotary_base, rotary_for_base
 from skipdecode.exporter.skeleton import Skeleton
 from skipdecode.exporter.trace import LayerArrays, trace_embed, trace_head, trace_layer
 from skipdecode.exporter.weights import WeightFile
