@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import reprlib
 import time
 from collections import abc
 from collections.abc import Iterator, Sequence
-from numbers import Integral
-from operator import index
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,11 +14,12 @@ from skipdecode import manifest as manifests
 from skipdecode.decoder import Decoder
 from skipdecode.device_loop import DeviceLoop
 from skipdecode.errors import CapacityError
-from skipdecode.generation import Generation, Prompts, Row, Step, Streamer, Timings, check_rows
+from skipdecode.generation import Generation, Row, Step, Streamer, Timings, check_rows
 from skipdecode.host_loop import host_tokens
 from skipdecode.kv_buffer import have_room
 from skipdecode.model import check_sources
 from skipdecode.prefill import PREFILL_CHUNK
+from skipdecode.prompts import Prompts, encode
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import Schedule, full_depth
 from skipdecode.targets import choose_target, load_engines
@@ -30,8 +27,6 @@ from skipdecode.text import Tokenizer
 from skipdecode.trace import Trace
 
 logger = logging.getLogger(__name__)
-
-_PROMPT_REMEDY = "give a text or a list of whole numbers, or a list of these"
 
 
 class Generator:
@@ -216,26 +211,10 @@ class Generator:
         """Token ids of each prompt.
 
         Raises:
-            CapacityError: a prompt is neither text nor token ids, or is text and the bundle has no tokenizer.
+            CapacityError: a prompt is neither text nor token ids, or is text that is not UTF-8, or text for a bundle without a
+                tokenizer.
         """
-        try:
-            is_single = isinstance(prompts, (str, bytes)) or (len(prompts) and _is_number(prompts[0]))
-            prompt_list: list[Any] = [prompts] if is_single else list(prompts)
-        except (TypeError, KeyError) as error:
-            raise CapacityError(f"{reprlib.repr(prompts)} is not a prompt", _PROMPT_REMEDY) from error
-        return [self._encode(prompt, f"prompt {number}") for number, prompt in enumerate(prompt_list)]
-
-    def _encode(self, prompt: Any, where: str) -> list[int]:
-        if isinstance(prompt, bytes):  # iterates as numbers, which are not ids
-            raise _prompt_error(prompt, where)
-        if not isinstance(prompt, str):
-            try:
-                return [index(token) for token in prompt]
-            except TypeError as error:
-                raise _prompt_error(prompt, where) from error
-        if self.tokenizer is None:
-            raise CapacityError("the bundle has no tokenizer", "give token ids", where=str(self.path))
-        return self.tokenizer.encode(prompt)
+        return encode(prompts, self.tokenizer, str(self.path))
 
     def _resolve_schedule(self, schedule: Schedule | str | None) -> Schedule:
         if schedule is None:
@@ -292,15 +271,6 @@ def load(
         Path(bundle), target=target, threads=threads, check_hashes=check_hashes, prefill_chunk=prefill_chunk,
         cuda_graphs=cuda_graphs, trace=trace,
     )  # fmt: skip
-
-
-def _prompt_error(prompt: Any, where: str) -> CapacityError:
-    return CapacityError(f"{reprlib.repr(prompt)} is neither text nor token ids", _PROMPT_REMEDY, where=where)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether `value` is a single number, numpy's and torch's included. Their arrays of ids are not, nor is numpy's text."""
-    return isinstance(value, Integral) or (getattr(value, "ndim", None) == 0 and not isinstance(value, str))
 
 
 def _append(row: Row, token: int, stop_ids: Sequence[int], max_new_tokens: int) -> None:

@@ -59,9 +59,6 @@ class Generation:
     timings: Timings
 
 
-Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
-
-
 def check_rows(rows: Sequence[Row], max_new_tokens: int, manifest: Manifest) -> int:
     """Refuse rows that the bundle cannot run: too many, too long, empty, an unknown id, or used before or twice.
 
