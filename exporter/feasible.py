@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from skipdecode import manifest
-from skipdecode.cuda import Gpu, gpu_at_hand
+from skipdecode.cuda_driver import Gpu, gpu_at_hand
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
 from skipdecode.exporter.architectures import EXPERTS_GELU
 from skipdecode.exporter.config_json import config_origin

@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from skipdecode import manifest
-from skipdecode.cuda import gpu_at_hand
+from skipdecode.cuda_driver import gpu_at_hand
 from skipdecode.errors import TargetError
 from skipdecode.exporter.architectures import experts_per_token
 from skipdecode.exporter.graphs import StandardGraphs

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from skipdecode.cuda_driver import MEMORY_REMEDY, capability_of, checked, first_gpu
 from skipdecode.device import Block, Call, HostArray
 from skipdecode.errors import CapacityError, TargetError
 from skipdecode.turn_around import KERNEL, THREADS, SkdTurnaround, TurnAround, ptx
 
 _EMPTY_KERNEL = b".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
-_MEMORY_REMEDY = "send fewer rows, shorter prompts, or export with a smaller --max-length"
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class CudaDevice:
     name = "cuda"
 
     def __init__(self) -> None:
-        self._driver, self._device = driver, device = _first_gpu()
-        self._context = _checked(driver, driver.cuDevicePrimaryCtxRetain(device))
+        self._driver, self._device = driver, device = first_gpu()
+        self._context = checked(driver, driver.cuDevicePrimaryCtxRetain(device))
         try:
             self._objects = _spare_objects.pop()
         except IndexError:
@@ -51,7 +51,7 @@ class CudaDevice:
     @property
     def capability(self) -> str:
         """The GPU's compute capability: sm89."""
-        return _capability(self._driver, self._device)
+        return capability_of(self._driver, self._device)
 
     def enter(self) -> None:
         """As `Device.enter`: sets the context, which is per thread."""
@@ -65,7 +65,7 @@ class CudaDevice:
         except CapacityError as error:
             free, _ = self._call(driver.cuMemGetInfo)
             what = f"the GPU has no room for a buffer of {nbytes >> 20} MiB ({free >> 20} MiB are free)"
-            raise CapacityError(what, _MEMORY_REMEDY) from error
+            raise CapacityError(what, MEMORY_REMEDY) from error
         block = Block(pointer=int(pointer), nbytes=nbytes, owner=_FinalizerTarget())
         weakref.finalize(block.owner, _free, driver, self._context, driver.cuMemFree, pointer)
         self.clear(block.pointer, nbytes)
@@ -147,12 +147,12 @@ class CudaDevice:
         self._second_context_touched = True
         driver = self._driver
         try:
-            context = _checked(driver, driver.cuCtxCreate(None, 0, self._device))
+            context = checked(driver, driver.cuCtxCreate(None, 0, self._device))
             try:
-                module = _checked(driver, driver.cuModuleLoadData(_EMPTY_KERNEL))
-                kernel = _checked(driver, driver.cuModuleGetFunction(module, b"nothing"))
-                _checked(driver, driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
-                _checked(driver, driver.cuCtxSynchronize())
+                module = checked(driver, driver.cuModuleLoadData(_EMPTY_KERNEL))
+                kernel = checked(driver, driver.cuModuleGetFunction(module, b"nothing"))
+                checked(driver, driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
+                checked(driver, driver.cuCtxSynchronize())
             finally:
                 driver.cuCtxDestroy(context)
                 self.enter()
@@ -215,62 +215,7 @@ class CudaDevice:
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Make a driver call in this device's context."""
         self.enter()
-        return _checked(self._driver, function(*arguments))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """A GPU's properties."""
-
-    name: str
-    capability: str  # sm89
-    memory_bytes: int
-
-
-def gpu_at_hand() -> Gpu:
-    """The GPU that `CudaDevice` uses, without creating a context on it.
-
-    Raises:
-        TargetError: as `CudaDevice`.
-    """
-    driver, device = _first_gpu()
-    name = _checked(driver, driver.cuDeviceGetName(256, device)).decode().rstrip("\0")
-    memory = _checked(driver, driver.cuDeviceTotalMem(device))
-    return Gpu(name=name, capability=_capability(driver, device), memory_bytes=int(memory))
-
-
-def _first_gpu() -> tuple[Any, Any]:
-    """cuda-python's driver, and the GPU's handle."""
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise TargetError("needs the Python package cuda-bindings", "pip install cuda-bindings", where="--target") from error
-    try:
-        code = driver.cuInit(0)[0]
-    except RuntimeError as error:  # cuda-python's, if there is no libcuda.so.1
-        raise TargetError("there is no NVIDIA driver here", "choose a machine with a GPU, or another --target") from error
-    if code != driver.CUresult.CUDA_SUCCESS:
-        raise TargetError(f"the NVIDIA driver finds no GPU ({code.name})", "check nvidia-smi, or choose another --target")
-    return driver, _checked(driver, driver.cuDeviceGet(0))
-
-
-def _capability(driver: Any, device: Any) -> str:
-    kinds = driver.CUdevice_attribute
-    names = (kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
-    return "sm" + "".join(str(_checked(driver, driver.cuDeviceGetAttribute(name, device))) for name in names)
-
-
-def _checked(driver: Any, answer: tuple[Any, ...]) -> Any:
-    code, *values = answer
-    if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-        raise CapacityError("CUDA has no memory left for its own use", _MEMORY_REMEDY)
-    if code == driver.CUresult.CUDA_ERROR_UNSUPPORTED_PTX_VERSION:
-        raise TargetError("the NVIDIA driver is older than CUDA 13", "install driver 580 or a later one")
-    if code != driver.CUresult.CUDA_SUCCESS:
-        _, text = driver.cuGetErrorString(code)
-        reason = text.decode() if isinstance(text, bytes) else code.name
-        raise TargetError(f"CUDA failed: {reason} ({code.name})", "check nvidia-smi, and start again")
-    return values[0] if len(values) == 1 else tuple(values)
+        return checked(self._driver, function(*arguments))
 
 
 @dataclass(slots=True, kw_only=True)

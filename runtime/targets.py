@@ -14,7 +14,8 @@ import numpy as np
 from skipdecode import bindings
 from skipdecode.cache_folder import cache_folder
 from skipdecode.cpu import cpu_features, usable_cores
-from skipdecode.cuda import CudaDevice, gpu_at_hand
+from skipdecode.cuda import CudaDevice
+from skipdecode.cuda_driver import gpu_at_hand
 from skipdecode.device import Device
 from skipdecode.engines import Engine, Engines, Segment, SharingEngine, tensorrt, tensorrt_library
 from skipdecode.engines.contract import embed_contract, head_contract, segment_contract

@@ -14,7 +14,8 @@ from typing import Any
 from skipdecode import manifest as manifests
 from skipdecode.bundle_facts import facts
 from skipdecode.cpu import usable_cores
-from skipdecode.cuda import CudaDevice, gpu_at_hand
+from skipdecode.cuda import CudaDevice
+from skipdecode.cuda_driver import gpu_at_hand
 from skipdecode.errors import BundleError, CapacityError, TargetError
 from skipdecode.generate import Generator
 from skipdecode.memory import DeviceMemory

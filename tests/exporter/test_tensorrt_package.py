@@ -12,7 +12,7 @@ import pytest
 import tensorrt_rtx
 
 from skipdecode import manifest as manifests
-from skipdecode.cuda import Gpu
+from skipdecode.cuda_driver import Gpu
 from skipdecode.errors import SkipDecodeError
 from skipdecode.exporter import feasible, tensorrt_target
 from skipdecode.exporter.export import export
