@@ -14,7 +14,7 @@ from skipdecode.cuda_driver import Gpu, gpu_at_hand
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
 from skipdecode.exporter.architectures import EXPERTS_GELU
 from skipdecode.exporter.config_json import config_origin
-from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
+from skipdecode.exporter.request import DEFAULT_MAX_LENGTH, QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.skeleton import Skeleton
 from skipdecode.exporter.targets import TargetRequest
 from skipdecode.exporter.tensorrt_target import HALF_BYTES, check_tensorrt, slots_of_plans
@@ -25,7 +25,6 @@ from skipdecode.kv_buffer import MIN_SLOTS, fixed_slots, slots_per_layer, state_
 from skipdecode.model import layer_group
 from skipdecode.schedule import Schedule
 
-DEFAULT_MAX_LENGTH = 2048
 # Most bytes of a segment's compiled weights. A CPU reads 256 MiB in about 7 ms and takes at most 0.1 ms to go on to the next
 # segment; larger segments would take more memory at export and while plans are built. A GPU reads 256 MiB in 0.06 ms, so the 9 us
 # that a border between segments costs it (a sum and a norm are not fused there) would weigh far more. Its segments are larger.

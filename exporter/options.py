@@ -14,11 +14,11 @@ import argparse
 from pathlib import Path
 
 from skipdecode.cli import Parser, folder
-from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
+from skipdecode.exporter.request import DEFAULT_MAX_LENGTH, QUANTIZED_BITS, ExportRequest
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.graph_passes.quantization import BLOCK_SIZES, METHODS
 from skipdecode.schedule import Anchor
-from skipdecode.schedule_builders import DEFAULT_SPAN, SCHEDULES, ScheduleRequest
+from skipdecode.schedule_builders import DEFAULT_SPAN, DEFAULT_SPEEDUP, SCHEDULES, ScheduleRequest
 
 _DEFAULTS = ExportRequest(model="", out=Path())
 
@@ -71,7 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_schedule(parser)
     parser.add_argument("--max-batch", type=int, default=_DEFAULTS.max_batch, metavar="N", help="most rows at once (%(default)s)")
     parser.add_argument(
-        "--max-length", type=int, metavar="N", help="most tokens per row, prompt included (the model's maximum, but at most 2048)"
+        "--max-length",
+        type=int,
+        metavar="N",
+        help=f"most tokens per row, prompt included (the model's maximum, but at most {DEFAULT_MAX_LENGTH})",
     )
     parser.add_argument(
         "--dtype",
@@ -102,7 +105,8 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         "--speedup",
         type=float,
         metavar="X",
-        help="the model's layer count / the mean layer count over the span (2 unless --max-layers or --min-layers is given)",
+        help="the model's layer count / the mean layer count over the span "
+        f"({DEFAULT_SPEEDUP:g} unless --max-layers or --min-layers is given)",
     )
     group.add_argument("--max-layers", type=int, metavar="N", help="layers at position 0")
     group.add_argument("--min-layers", type=int, metavar="N", help="layers from the end of the span on")

@@ -8,6 +8,7 @@ from pathlib import Path
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.schedule_builders import ScheduleRequest
 
+DEFAULT_MAX_LENGTH = 2048
 DEFAULT_METHOD, DEFAULT_BLOCK = "rtn", 32
 QUANTIZED_BITS = {"none": None, "int8": 8, "int4": 4}  # --quantize -> bits a weight
 
@@ -20,7 +21,7 @@ class ExportRequest:
     out: Path
     schedule: ScheduleRequest = field(default_factory=ScheduleRequest)
     max_batch: int = 16  # rows
-    max_length: int | None = None  # tokens of a row; None: the model's maximum, at most 2048
+    max_length: int | None = None  # tokens of a row; None: the model's maximum, at most DEFAULT_MAX_LENGTH
     targets: tuple[str, ...] = ("cpu",)  # as --target takes them: tensorrt-rtx:sm89
     dtype: str = "auto"  # auto, fp32, fp16, bf16
     quantize: str = "none"  # none, int8, int4: weight-only

@@ -48,20 +48,20 @@ def _parser() -> argparse.ArgumentParser:
         help="a file whose whole text is one prompt, a line break at its end too; repeatable",
     )  # fmt: skip
     parser.add_argument("--token-ids", action="append", default=[], metavar="1,2,3", help="instead of text; repeatable")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="most new tokens per row (64)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="most new tokens per row (%(default)s)")
     parser.add_argument(
         "--temperature", type=float, metavar="X", help="sample at temperature X > 0 (greedy unless a sampling option is given)"
     )
     parser.add_argument("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")
     parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens with total probability P")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (%(default)s)")
     parser.add_argument("--schedule", choices=["full"], help="full: every layer at every position, the baseline")
     parser.add_argument("--target", metavar="T", help="where to run (cpu, or the bundle's first target if it has no cpu)")
     parser.add_argument("--no-cuda-graphs", action="store_true", help="on a GPU, launch a step's calls one by one")
     parser.add_argument("--threads", type=int, metavar="N", help="size of the thread pool (one thread per usable core)")
     parser.add_argument(
         "--prefill-chunk", type=int, default=PREFILL_CHUNK, metavar="N",
-        help=f"prompt tokens per pass; fewer take less memory ({PREFILL_CHUNK})",
+        help="prompt tokens per pass; fewer take less memory (%(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--profile", type=Path, metavar="F.json", help="write a trace of where the time goes, which Perfetto opens"
