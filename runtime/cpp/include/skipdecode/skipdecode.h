@@ -96,7 +96,7 @@ typedef struct skd_session_options {
   uint32_t full_depth;        /* not 0: compute every layer at every position, the baseline (0) */
   /* Another schedule than the bundle's: how many layers each position computes. Positions after `num_positions` keep the
    * last count. Counts must not rise, nor cut through a segment of the bundle; anchor and warm-up layers are the bundle's.
-   * NULL: the bundle's schedule, or full depth. (NULL) */
+   * NULL: the bundle's schedule, or full depth. Not together with full_depth. (NULL) */
   const uint32_t* layers;
   size_t num_positions; /* numbers in `layers` (0) */
 } skd_session_options;
@@ -160,7 +160,8 @@ SKD_API void skd_bundle_destroy(skd_bundle* bundle);
 SKD_API skd_session_options skd_session_options_default(void);
 /* Create a session without rows. This allocates its KV buffer and all else that decode steps need, except bindings:
  * each of these is allocated once, when a step first needs it.
- * Errors: CAPACITY; SCHEDULE (`layers` is malformed, or does not fit the bundle); on a GPU also TARGET. */
+ * Errors: CAPACITY; SCHEDULE (`layers` is malformed, or does not fit the bundle); ARGUMENT (`layers` and `full_depth` are
+ * both given); on a GPU also TARGET. */
 SKD_API skd_status* skd_session_create(const skd_bundle* bundle, const skd_session_options* options, skd_session** session);
 /* End all rows and release the session. */
 SKD_API void skd_session_destroy(skd_session* session);
