@@ -178,7 +178,7 @@ std::optional<Detokenizer> Detokenizer::Read(const std::filesystem::path& path, 
     if (data.at("decoder").is_null() || !Reader::AddSteps(&read, data["decoder"])) return std::nullopt;
     Reader::AddEntries(&read, data);
   } catch (const std::exception& error) {  // from nlohmann-json, about a value that is missing or of another type
-    throw BundleError("cannot be read (" + Shortened(error.what(), 200) + ")", path.string());
+    throw BundleError("cannot be read (" + Shortened(error.what(), kMaxReasonBytes) + ")", path.string());
   }
   for (const int64_t id : special) {
     if (id >= 0 && id < vocab_size) read.entries_[static_cast<size_t>(id)].reset();

@@ -29,6 +29,7 @@ std::string FirstBytes(const std::string& text, size_t most);
 std::string LastBytes(const std::string& text, size_t most);
 // A text from outside this library, for an error: where it has more than `most` bytes, it is cut and ends in "...".
 std::string Shortened(const std::string& text, size_t most);
+constexpr size_t kMaxReasonBytes = 200;  // of a reason that an error shows, since it may quote the file
 
 Error BundleError(const std::string& what, const std::string& where);  // its remedy: export the model again
 Error CapacityError(const std::string& what, const std::string& remedy, const std::string& where = "");

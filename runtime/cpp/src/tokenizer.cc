@@ -31,8 +31,6 @@ struct GenAi {
 
 namespace {
 
-constexpr size_t kMaxReasonBytes = 200;  // bytes of a reason that an error shows, since it may quote the file
-
 // A text, and what Hugging Face's tokenizer made of it.
 struct Sample {
   std::string text;
