@@ -136,7 +136,7 @@ def _result_and_sinks(attention: ir.Node) -> tuple[ir.Value, ir.Value | None]:
 
 
 def _visible_and_bias(mask: ir.Value) -> tuple[ir.Value, ir.Value | None]:
-    """The slots that each query sees by a mask, bool [B,1,S,C], and the bias of their scores [NH,1,C]; None: no bias."""
+    """The slots that each query sees by a mask, bool [B,1,S,C], and the bias of their scores [B,NH,S,C]; None: no bias."""
     node = mask.producer()
     if node is None or node.op_type != "Where":
         return mask, None
