@@ -16,6 +16,7 @@ from skipdecode.validation.samples import Effort
 from tests.once import made_once, shared_folder
 
 MODEL = Path(__file__).parents[3] / "examples" / "e2e" / "model"
+QUICK = ["--batch", "1", "--context", "16", "--prompt-tokens", "8", "--new-tokens", "6"]
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +28,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         export(ExportRequest(model=str(MODEL), out=out, schedule=schedule, max_batch=4, max_length=128))
 
     return made_once(shared_folder(tmp_path_factory) / "validated", make)
+
+
+@pytest.fixture
+def eval_file(tmp_path: Path) -> Path:
+    path = tmp_path / "eval.jsonl"
+    asked = [
+        ("name[The Mill], food[Italian] =>", ["The Mill serves Italian food."]),
+        ("name[Blue Spice] =>", ["Blue Spice is a restaurant."]),
+    ]
+    path.write_text("".join(json.dumps({"prompt": prompt, "references": texts}) + "\n" for prompt, texts in asked))
+    return path
 
 
 @pytest.fixture(scope="session", autouse=True)
