@@ -21,10 +21,11 @@ from tests.models import VOCABULARY
 from tests.zoo import Zoo
 
 SHOWN = 4  # logits recorded per step
+_NEW_TOKENS = 16  # of a greedy row, from as many logits
 _MARGIN = 5e-3  # gap between the best two logits, or twice the tolerance, so that no greedy token depends on rounding
 _LENGTHS = {"one": [5], "ragged": [2, 7, 1, 3], "long": [27]}  # of prompts
 OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {"max_new_tokens": 16},
+    "greedy": {"max_new_tokens": _NEW_TOKENS},
     "full_depth": {"max_new_tokens": 8, "full_depth": True},
     "sampled": {"max_new_tokens": 16, "do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9, "seed": 17},
     "sampled_freely": {"max_new_tokens": 12, "do_sample": True, "seed": 2**63 + 5},
@@ -42,13 +43,13 @@ def run(generator: Generator, prompts: list[list[int]], options: dict[str, Any])
     }
 
 
-def logits_of(generator: Generator, prompts: list[list[int]], steps: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Logits [rows, steps, V] of greedy decoding, in the order of `prompts`."""
+def logits_of(generator: Generator, prompts: list[list[int]]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Logits [rows, new tokens, V] of greedy decoding, in the order of `prompts`."""
     order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
-    decoder = generator.decoder([len(prompts[row]) for row in order], steps)
+    decoder = generator.decoder([len(prompts[row]) for row in order], _NEW_TOKENS)
     decoder.prefill([prompts[row] for row in order])
     found = [decoder.logits.copy()]
-    for _ in range(steps - 1):
+    for _ in range(_NEW_TOKENS - 1):
         decoder.decode_step(decoder.logits.argmax(axis=1))
         found.append(decoder.logits.copy())
     ordered = np.stack(found, axis=1)
@@ -62,7 +63,7 @@ def clear_prompts(
     for seed in itertools.count():
         rng = np.random.default_rng(seed)
         prompts = [rng.integers(3, VOCABULARY, length).tolist() for length in lengths]
-        logits = logits_of(generator, prompts, 16)
+        logits = logits_of(generator, prompts)
         best = np.sort(logits, axis=2)[..., -2:]
         if (best[..., 1] - best[..., 0]).min() > margin:
             break

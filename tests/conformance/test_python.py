@@ -20,5 +20,5 @@ def test_the_python_runtime_conforms(case: dict[str, Any], conformance_bundle: C
     found = run(generator, case["prompts"], case["options"])
     assert found == {key: value for key, value in case["expected"].items() if key != "logits"}
     if "logits" in case["expected"]:
-        logits = logits_of(generator, case["prompts"], 16)[..., :SHOWN]
+        logits = logits_of(generator, case["prompts"])[..., :SHOWN]
         np.testing.assert_allclose(logits, np.array(case["expected"]["logits"]), atol=tolerance(case["bundle"]), rtol=0)
