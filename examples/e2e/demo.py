@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from data import prompt
+from data import SPAN, prompt
 
 import skipdecode
 from skipdecode.generate import Generator
@@ -16,30 +16,19 @@ from skipdecode.generation import Generation
 
 HERE = Path(os.path.relpath(Path(__file__).parent))
 BUNDLE = Path("demo")
-PROMPTS, NEW_TOKENS, ROUNDS = 4, 48, 7
+PROMPTS, ROUNDS = 4, 7
 
 
 def main() -> None:
-    command = [
-        "skip-export",
-        str(HERE / "model"),
-        "--schedule",
-        "linear",
-        "--speedup",
-        "2",
-        "--span",
-        "48",
-        "--out",
-        str(BUNDLE),
-        "--force",
-    ]
+    schedule = ["--schedule", "linear", "--speedup", "2", "--span", str(SPAN)]
+    command = ["skip-export", str(HERE / "model"), *schedule, "--out", str(BUNDLE), "--force"]
     print("$", " ".join(command), flush=True)
     subprocess.run([str(Path(sys.executable).parent / command[0]), *command[1:]], check=True)
     model = skipdecode.load(BUNDLE)
     with (HERE / "sample.csv").open(encoding="utf-8", newline="") as lines:
         prompts = [prompt(row["mr"]) for row in csv.DictReader(lines)][:PROMPTS]
     for text in prompts:
-        full, skipped = (model.generate(text, max_new_tokens=NEW_TOKENS, schedule=schedule) for schedule in ("full", None))
+        full, skipped = (model.generate(text, max_new_tokens=SPAN, schedule=name) for name in ("full", None))
         print(f"\n{text}")
         print(f"  full depth: {_text(full)}\n              {_layers(full)}")
         print(f"  2x        : {_text(skipped)}\n              {_layers(skipped)}")
@@ -60,12 +49,12 @@ def _gain(model: Generator, text: str) -> str:
     layers: dict[str | None, float] = {}
     for _ in range(ROUNDS):
         for schedule, times in seconds.items():
-            result = model.generate(text, max_new_tokens=NEW_TOKENS + 1, schedule=schedule, ignore_eos=True)
+            result = model.generate(text, max_new_tokens=SPAN + 1, schedule=schedule, ignore_eos=True)
             times.append(result.timings.decode_s)
             layers[schedule] = sum(result.layers) / len(result.layers)
     full, skipped = min(seconds["full"]), min(seconds[None])
     return (
-        f"decoding {NEW_TOKENS} tokens, batch 1: {full * 1e3:.1f} ms at full depth ({layers['full']:.0f} layers), "
+        f"decoding {SPAN} tokens, batch 1: {full * 1e3:.1f} ms at full depth ({layers['full']:.0f} layers), "
         f"{skipped * 1e3:.1f} ms with the schedule ({layers[None]:.1f} layers a step): {full / skipped:.2f}x faster"
     )
 
