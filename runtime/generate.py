@@ -36,8 +36,10 @@ class Generator:
     raises CapacityError at its next step.
 
     Attributes:
+        path: the bundle's folder, as it was given.
         manifest: what `bundle.json` says.
         target: the target whose engines are loaded.
+        engines: these engines, to be bound to arrays.
         tokenizer: None where the bundle has none.
         load_s: seconds that loading took.
 

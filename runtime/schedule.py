@@ -1,7 +1,7 @@
 """The schedule: how many layers each position computes (SkipDecode, arXiv 2307.02628, section 3).
 
 This is the one place that knows which layers are active at a position. Everything else (variants, segments, KV buffer,
-training) derives from `Schedule.active`, `Schedule.cap` and `Schedule.layers_at`.
+training) asks it.
 """
 
 from __future__ import annotations
