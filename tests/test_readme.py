@@ -16,7 +16,7 @@ import skipdecode
 from skipdecode.cli import inspect, run, validate
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
-from skipdecode.validation.samples import Effort
+from tests.runtime.validation.conftest import measure_once
 from tests.zoo import Zoo
 
 ROOT = Path(__file__).parent.parent
@@ -80,8 +80,7 @@ def test_json_output_has_the_documented_keys(
     zoo: Zoo, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for place in ("latency.DECODE", "latency.PREFILL", "workload.EFFORT"):
-        monkeypatch.setattr(f"skipdecode.validation.{place}", Effort(rounds=1, seconds=0.0))
+    measure_once(monkeypatch)
     bundle = str(zoo.bundle("opt"))
 
     def printed(main: Callable[[list[str]], int], *options: str) -> Any:

@@ -46,9 +46,14 @@ def little_effort(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One round of everything, and a cache folder of the tests' own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        for place in ("latency.DECODE", "latency.PREFILL", "workload.EFFORT"):
-            patch.setattr(f"skipdecode.validation.{place}", Effort(rounds=1, seconds=0.0))
+        measure_once(patch)
         yield
+
+
+def measure_once(patch: pytest.MonkeyPatch) -> None:
+    """One round of everything that `skip-validate` measures."""
+    for place in ("latency.DECODE", "latency.PREFILL", "workload.EFFORT"):
+        patch.setattr(f"skipdecode.validation.{place}", Effort(rounds=1, seconds=0.0))
 
 
 def answer_here(request: dict[str, Any], out: Path) -> None:

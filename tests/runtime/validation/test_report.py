@@ -19,9 +19,8 @@ from selenium.webdriver.chrome.service import Service
 from skipdecode.cli.validate import main
 from skipdecode.validation import parity
 from skipdecode.validation.report import as_json, write_report
-from tests.runtime.validation.conftest import answer_here
+from tests.runtime.validation.conftest import MODEL, answer_here
 
-MODEL = Path(__file__).parents[3] / "examples" / "e2e" / "model"
 CHARTS = {"staircase", "positions", "latency", "prefill", "roofline", "quality", "memory"}
 _FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
           "--disable-component-update", "--disable-sync")  # fmt: skip
