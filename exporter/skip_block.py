@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import Cache, StaticCache
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from skipdecode.errors import ScheduleError
 from skipdecode.exporter.prompt_length import PromptEnds
@@ -106,14 +107,14 @@ def _check_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _cache_contents(cache: Cache) -> str:
-    """What `cache` holds, in words; empty: nothing. A cache without an attention layer does not know its number of tokens."""
+    """What `cache` holds, in words; empty: nothing. Any layer tells: a schedule may skip the lower ones from a row's start."""
     if isinstance(cache, StaticCache):
         return "slots for later tokens"  # which masks cover as well
-    try:
-        past = int(cache.get_seq_length())
-    except ValueError:
-        return "states of earlier tokens" if cache.has_previous_state() else ""
-    return f"{past} earlier tokens" if past else ""
+    past = max((int(layer.get_seq_length()) for layer in cache.layers if isinstance(layer, CacheLayerMixin)), default=0)
+    if past:
+        return f"{past} earlier tokens"
+    states = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    return "states of earlier tokens" if any(any(layer.has_previous_state.values()) for layer in states) else ""
 
 
 def _check_positions(positions: torch.Tensor | None, mask: Any) -> None:

@@ -72,6 +72,15 @@ def test_generating_with_a_cache_is_refused_and_without_one_gives_the_greedy_tok
     assert model.generate(IDS, use_cache=True, **arguments).shape == (1, IDS.shape[1] + 6)
 
 
+@pytest.mark.parametrize("name", ["llama", "bamba", "lfm2", "qwen3_5_text", "mamba"])
+def test_a_cache_is_refused_though_its_first_layer_with_attention_holds_nothing(name: str, zoo: Zoo) -> None:
+    """An absolute schedule with fewer layers than the model skips some from the first token on."""
+    model = zoo.model(name)
+    schedule = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(3, 2), anchor=Anchor.ABSOLUTE)
+    with skip_schedule(model, schedule), pytest.raises(ScheduleError, match=r"a cache holds .* generate with use_cache=False"):
+        model.generate(IDS, use_cache=True, max_new_tokens=6, do_sample=False, pad_token_id=0)
+
+
 def test_rows_that_are_padded_on_the_left_generate_as_they_do_alone(zoo: Zoo) -> None:
     model = zoo.model("llama")
     wanted, _ = greedy_tokens(model, FALLING, IDS[0, 3:].tolist(), 6)
