@@ -51,6 +51,10 @@ def read_examples(path: Path) -> list[Example]:
         texts = [prompt, *references] if isinstance(references, list) and references else []
         if not texts or not prompt or not all(isinstance(text, str) for text in texts):
             raise CapacityError("is not an example", 'write {"prompt": "...", "references": ["...", "..."]}', where=where)
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise CapacityError("its prompt holds half of a character", "write both of its \\u escapes", where=where) from error
         examples.append(Example(prompt=prompt, references=tuple(texts[1:])))
     return examples
 

@@ -143,6 +143,7 @@ def test_another_speedup_has_the_bundles_own_kind_of_schedule(name: str, kind: s
         ('{"prompt": "x", "references": "y"}', "is not an example"),
         ('{"prompt": "", "references": ["y"]}', "is not an example"),
         ('{"prompt": 3, "references": ["y"]}', "is not an example"),
+        ('{"prompt": "a\\ud83d", "references": ["y"]}', "its prompt holds half of a character"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str, says: str) -> None:
