@@ -92,8 +92,8 @@ def _check_balance(model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     balances = getattr(model.config.get_text_config(), "output_router_logits", False) if balances is None else balances
     if balances:
         raise ScheduleError(
-            "the loss that balances experts needs the same positions from every layer and row", "set output_router_logits=False",
-            where="skip_schedule",
+            "the loss that balances experts needs the same positions from every layer and row",
+            "set output_router_logits=False, in TRL's settings router_aux_loss_coef=0.0", where="skip_schedule",
         )  # fmt: skip
 
 

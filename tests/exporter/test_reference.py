@@ -173,10 +173,10 @@ def test_a_loss_that_balances_experts_is_refused_where_layers_are_skipped(zoo: Z
         assert model(IDS, labels=IDS, output_router_logits=True, use_cache=False).aux_loss > 0
     with skip_schedule(model, SCHEDULE):
         assert model(IDS, attention_mask=mask, labels=IDS, use_cache=False).loss > 0
-        with pytest.raises(ScheduleError, match="set output_router_logits=False"):
+        with pytest.raises(ScheduleError, match="set output_router_logits=False, in TRL's settings router"):
             model(IDS, mask, labels=IDS, output_router_logits=True, use_cache=False)
         model.config.output_router_logits = True
-        with pytest.raises(ScheduleError, match="set output_router_logits=False"):
+        with pytest.raises(ScheduleError, match="set output_router_logits=False, in TRL's settings router"):
             model(IDS, labels=IDS, use_cache=False)
 
 
