@@ -27,17 +27,22 @@ class PromptEnds:
         if not self._from_labels:
             self._set(_as_counts(prompt_length))
 
-    def read_labels(self, labels: torch.Tensor | None) -> None:
+    def read_labels(self, labels: torch.Tensor | None, length: int | None) -> None:
         """Before a model runs, find each prompt's end: the first token that is learned. A row without one is all prompt.
 
+        Args:
+            labels: those of the pass.
+            length: its tokens per row, if they are known.
+
         Raises:
-            ScheduleError: labels that are not [B,S].
+            ScheduleError: labels that are not [B,S], such as those of its last tokens only (`logits_to_keep`).
         """
         if self._from_labels and labels is not None:
-            if labels.ndim != 2:
+            if labels.ndim != 2 or labels.shape[1] != (labels.shape[1] if length is None else length):
+                passed = "" if length is None else f" in rows of {length} tokens"
                 raise ScheduleError(
-                    f"labels of shape {[*labels.shape]} do not say where prompts end", "give the prompts' lengths in tokens",
-                    where="skip_schedule",
+                    f"labels of shape {[*labels.shape]} do not say where prompts end{passed}",
+                    "label every token, or give the prompts' lengths in tokens", where="skip_schedule",
                 )  # fmt: skip
             learned = labels != _IGNORED_LABEL
             self._set(torch.where(learned.any(dim=1), learned.int().argmax(dim=1), labels.shape[1]))

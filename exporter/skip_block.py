@@ -42,12 +42,13 @@ class SkipBlock:
         """Pause until `inner` ends."""
         self._nested = [*(block for block in self._nested if not block.ended), inner]
 
-    def before_model(self, model: torch.nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_model(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a pass: read its labels, and refuse what would silently be computed wrongly."""
         if self.skips:
             _check_process(model)
             _check_balance(model, kwargs)
-            self.ends.read_labels(kwargs.get("labels"))
+            given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+            self.ends.read_labels(kwargs.get("labels"), next((each.shape[1] for each in given if each is not None), None))
 
     def before_layers(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a pass's layers: refuse likewise, by arguments that only the module that runs the layers is given."""

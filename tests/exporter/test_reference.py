@@ -190,6 +190,18 @@ def test_a_static_cache_is_refused_though_it_holds_no_tokens_yet(zoo: Zoo) -> No
         model(IDS, attention_mask=torch.ones_like(IDS), use_cache=True, cache=cache)
 
 
+def test_labels_of_only_the_last_tokens_are_refused_where_labels_say_where_prompts_end(zoo: Zoo) -> None:
+    """transformers takes them together with `logits_to_keep`."""
+    model = zoo.model("llama")
+    for given in ({"input_ids": IDS}, {"inputs_embeds": model.get_input_embeddings()(IDS)}):
+        with skip_schedule(model, FALLING, prompt_length="labels"):
+            model(**given, labels=IDS, use_cache=False)
+            with pytest.raises(ScheduleError, match=r"labels of shape \[1, 4\] .* in rows of 7 tokens; label every token"):
+                model(**given, labels=IDS[:, -4:], logits_to_keep=4, use_cache=False)
+        with skip_schedule(model, FALLING, prompt_length=3):
+            model(**given, labels=IDS[:, -4:], logits_to_keep=4, use_cache=False)
+
+
 def test_labels_per_row_are_refused_where_labels_say_where_prompts_end(zoo: Zoo) -> None:
     config = transformers.AutoConfig.from_pretrained(zoo.checkpoint("llama"), num_labels=3)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
