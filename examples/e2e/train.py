@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from data import SPAN, prompt, read_pairs, shuffled
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from skipdecode.errors import SkipDecodeError
 from skipdecode.exporter import skip_schedule
 from skipdecode.schedule import Schedule, active_layers
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
@@ -46,12 +47,11 @@ class Recipe:
     bf16: bool  # matrix products in bfloat16; weights and optimizer stay in float32
     seed: int  # for the order of the data and of the speedups
 
-    def draw(self, rng: random.Random, num_layers: int) -> Schedule:
-        """The schedule of the next batch."""
-        speedup = rng.choice(self.speedups)
-        if speedup == 1:
-            return build_schedule(ScheduleRequest(name="full"), num_layers)
-        return build_schedule(ScheduleRequest(speedup=speedup, span=SPAN, warmup_layers=self.warmup_layers), num_layers)
+    def schedules(self, num_layers: int) -> list[Schedule]:
+        """The schedules of all speedups, of which each batch draws one."""
+        skipping = ScheduleRequest(span=SPAN, warmup_layers=self.warmup_layers)
+        requests = [ScheduleRequest(name="full") if s == 1 else replace(skipping, speedup=s) for s in self.speedups]
+        return [build_schedule(request, num_layers) for request in requests]
 
 
 def train_tokenizer(pairs: Pairs) -> PreTrainedTokenizerFast:
@@ -119,6 +119,7 @@ def train(model: PreTrainedModel, pairs: Pairs, tokenizer: PreTrainedTokenizerFa
     rng = random.Random(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.05)
     began, smooth = time.monotonic(), 0.0
+    schedules = recipe.schedules(model.config.num_hidden_layers)
     waiting: list[Batch] = []
     for step in range(recipe.steps):
         waiting = waiting or batches(pairs, tokenizer, rng)
@@ -126,7 +127,7 @@ def train(model: PreTrainedModel, pairs: Pairs, tokenizer: PreTrainedTokenizerFa
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * rising * (0.02 + 0.98 * falling)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=recipe.bf16):
-            loss = loss_of(model, waiting.pop(), recipe.draw(rng, model.config.num_hidden_layers))
+            loss = loss_of(model, waiting.pop(), rng.choice(schedules))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -170,6 +171,11 @@ def main() -> None:
         steps=options.steps, speedups=options.speedups, warmup_layers=options.warmup_layers,
         learning_rate=options.learning_rate, bf16=options.bf16, seed=options.seed,
     )  # fmt: skip
+    try:
+        recipe.schedules(model.config.num_hidden_layers)
+        options.out.mkdir(parents=True, exist_ok=True)
+    except (SkipDecodeError, OSError) as error:  # now rather than hours later
+        parser.error(str(error))
     record = {"command": vars(options) | {"data": None, "out": None, "start": start and start.name}}
     record["training"] = train(model, pairs, tokenizer, recipe)
     tokenizer.save_pretrained(options.out)

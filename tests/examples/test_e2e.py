@@ -107,3 +107,21 @@ def test_bad_arguments_give_one_line_and_exit_status_2(bundle: Path, arguments: 
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--speedups", "1,50"], "--speedup 50 cannot be reached by 24 layers"),
+        (["--speedups", "2", "--warmup-layers", "99"], "--warmup-layers 99: the model has 24 layers"),
+        (["--out", "FILE"], "File exists"),
+    ],
+)
+def test_training_refuses_what_would_fail_later_before_it_begins(arguments: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "trainset.csv").write_bytes((E2E / "sample.csv").read_bytes())
+    given = [str(tmp_path / "trainset.csv") if argument == "FILE" else argument for argument in arguments]
+    command = ["--data", str(tmp_path), "--out", str(tmp_path / "out"), "--start", str(E2E / "model"), "--steps", "1"]
+    done = subprocess.run(
+        [sys.executable, str(E2E / "train.py"), *command, *given], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2 and says in done.stderr.splitlines()[-1], done.stderr
