@@ -38,7 +38,7 @@ class PromptEnds:
             ScheduleError: labels that are not [B,S], such as those of its last tokens only (`logits_to_keep`).
         """
         if self._from_labels and labels is not None:
-            if labels.ndim != 2 or labels.shape[1] != (labels.shape[1] if length is None else length):
+            if labels.ndim != 2 or length not in (None, labels.shape[1]):
                 passed = "" if length is None else f" in rows of {length} tokens"
                 raise ScheduleError(
                     f"labels of shape {[*labels.shape]} do not say where prompts end{passed}",

@@ -113,7 +113,6 @@ def test_bad_arguments_give_one_line_and_exit_status_2(bundle: Path, arguments: 
     ("arguments", "says"),
     [
         (["--speedups", "1,50"], "--speedup 50 cannot be reached by 24 layers"),
-        (["--speedups", "2", "--warmup-layers", "99"], "--warmup-layers 99: the model has 24 layers"),
         (["--out", "FILE"], "File exists"),
     ],
 )
