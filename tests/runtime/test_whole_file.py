@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import stat
@@ -61,6 +62,27 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     write_whole(pipe, "text")
     assert os.read(reader, 9) == b"text" and pipe.is_fifo()
     os.close(reader)
+
+
+def test_a_pipe_is_written_to_by_the_name_that_a_shell_gives_it() -> None:
+    reader, writer = os.pipe()
+    write_whole(Path(f"/dev/fd/{writer}"), "text")  # --report >(gzip > report.html.gz); /dev/stdout is such a name, too
+    assert os.read(reader, 9) == b"text"
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.EPERM])
+def test_a_file_that_is_mounted_or_in_a_shared_folder_is_written_in_place(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number), str(source), None, str(target))
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    (path := tmp_path / "file").write_text("what was there before")
+    write_whole(path, "after")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("file", "after")]
 
 
 def test_a_file_in_a_folder_that_takes_no_others_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
