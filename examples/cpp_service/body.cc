@@ -10,6 +10,7 @@ namespace {
 
 using Json = nlohmann::json;
 
+constexpr char kNotJson[] = "the body is not valid JSON";
 constexpr size_t kMaxLevels = 8;  // copying a value recurses once per level: 200 000 brackets would end the process
 constexpr uint64_t kMaxValuesOutsidePrompt = 64;  // there are 20 fields, and `stop` has four texts
 
@@ -37,7 +38,7 @@ class ValueCounter : public nlohmann::json_sax<Json> {
   bool end_object() override { return End(); }
   bool end_array() override { return End(); }
   bool parse_error(size_t /*at*/, const std::string& /*token*/, const nlohmann::detail::exception& /*error*/) override {
-    throw HttpError(400, "the body is not valid JSON");
+    throw HttpError(400, kNotJson);
   }
 
  private:
@@ -64,6 +65,7 @@ class ValueCounter : public nlohmann::json_sax<Json> {
 }  // namespace
 
 Json ParseBody(const std::string& text, const Limits& limits) {
+  if (text.find('\0') != std::string::npos) throw HttpError(400, kNotJson);  // where this parser would end, whatever follows
   ValueCounter counter(limits);
   Json::sax_parse(text, &counter);
   return Json::parse(text);

@@ -49,19 +49,37 @@ std::string Text(const Json& body, const char* name, const std::string& otherwis
       body, name, otherwise, [](const Json& j) { return j.is_string(); }, "a string");
 }
 
-// Refuse unknown fields. API fields that this server does not implement are accepted with the value that changes nothing.
-void CheckFields(const Json& body) {
-  static const std::set<std::string> served = {"model", "prompt", "max_tokens", "temperature",    "top_p", "top_k",
-                                               "seed",  "stop",   "stream",     "stream_options", "user",  "ignore_eos"};
-  static const std::vector<std::pair<std::string, Json>> neutral = {
-      {"n", 1},       {"best_of", 1},          {"echo", false},          {"logprobs", nullptr},
-      {"suffix", ""}, {"presence_penalty", 0}, {"frequency_penalty", 0}, {"logit_bias", Json::object()}};
-  for (const auto& item : body.items()) {
+using NeutralFields = std::vector<std::pair<std::string, Json>>;
+
+// Refuse the fields of an object that are neither served nor `neutral`: API fields that this server does not implement are
+// accepted with the value that changes nothing. Messages put `prefix` before a field's name.
+void CheckFields(const Json& object, const std::set<std::string>& served, const NeutralFields& neutral,
+                 const std::string& prefix = "") {
+  for (const auto& item : object.items()) {
     if (served.count(item.key()) > 0) continue;
     const auto known = std::find_if(neutral.begin(), neutral.end(), [&](const auto& each) { return each.first == item.key(); });
-    if (known == neutral.end()) Refuse("unknown field '" + item.key().substr(0, 40) + "'");
-    if (!item.value().is_null() && item.value() != known->second) Refuse(item.key() + " is not supported by this server");
+    if (known == neutral.end()) Refuse("unknown field '" + prefix + item.key().substr(0, 40) + "'");
+    if (!item.value().is_null() && item.value() != known->second) {
+      Refuse(prefix + item.key() + " is not supported by this server");
+    }
   }
+}
+
+void CheckBodysFields(const Json& body) {
+  static const std::set<std::string> served = {"model", "prompt", "max_tokens", "temperature",    "top_p", "top_k",
+                                               "seed",  "stop",   "stream",     "stream_options", "user",  "ignore_eos"};
+  static const NeutralFields neutral = {
+      {"n", 1},       {"best_of", 1},          {"echo", false},          {"logprobs", nullptr},
+      {"suffix", ""}, {"presence_penalty", 0}, {"frequency_penalty", 0}, {"logit_bias", Json::object()}};
+  CheckFields(body, served, neutral);
+}
+
+// Whether the last piece of a stream says how many tokens were used.
+bool IncludesUsage(const Json& body) {
+  const Json options = Field<Json>(
+      body, "stream_options", Json::object(), [](const Json& j) { return j.is_object(); }, "an object");
+  CheckFields(options, {"include_usage"}, {{"include_obfuscation", false}}, "stream_options.");
+  return Flag(options, "include_usage");
 }
 
 bool IsTokenIds(const Json& value) {
@@ -160,7 +178,7 @@ Completion ParseCompletion(const std::string& text, const std::string& model, co
                            skipdecode::Tokenizer* tokenizer) {
   const Json body = ParseBody(text, limits);
   if (!body.is_object()) Refuse("the body is not a JSON object");
-  CheckFields(body);
+  CheckBodysFields(body);
   Text(body, "user", "");  // checked, then ignored
   const std::string requested_model = Text(body, "model", model);
   if (requested_model != model) throw UnknownModel(requested_model, model);
@@ -175,9 +193,7 @@ Completion ParseCompletion(const std::string& text, const std::string& model, co
   completion.gives_ids = tokenizer == nullptr;
   if (tokenizer == nullptr && !completion.stops.empty()) Refuse("stop needs a tokenizer, which this model lacks: leave it out");
   completion.stream = Flag(body, "stream");
-  const Json stream_options = Field<Json>(
-      body, "stream_options", Json::object(), [](const Json& j) { return j.is_object(); }, "an object");
-  completion.include_usage = Flag(stream_options, "include_usage");
+  completion.include_usage = IncludesUsage(body);
   completion.prompts = Prompts(body, limits, tokenizer);
   return completion;
 }

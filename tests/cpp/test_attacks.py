@@ -74,8 +74,9 @@ def test_a_file_that_is_not_a_manifest_is_refused(refused: Callable[[str], str],
     refused(text)
 
 
-def test_a_byte_order_mark_is_refused(bundle: Path, refused: Callable[[str], str]) -> None:
-    refused("\ufeff" + (bundle / "bundle.json").read_text())
+@pytest.mark.parametrize(("before", "after"), [("\ufeff", ""), ("", "\0"), ("", "\0 and more")])
+def test_a_byte_order_mark_or_a_nul_is_refused(bundle: Path, refused: Callable[[str], str], before: str, after: str) -> None:
+    refused(before + (bundle / "bundle.json").read_text() + after)
 
 
 def test_a_newer_format_is_refused_by_its_number(bundle: Path, refused: Callable[[str], str]) -> None:

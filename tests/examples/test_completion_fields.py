@@ -50,6 +50,7 @@ def test_unsupported_fields_may_have_the_value_that_changes_nothing(server: Serv
     greedy = text_of(server, temperature=0)
     for suffix in (None, ""):
         assert text_of(server, temperature=0, **neutral, suffix=suffix, logprobs=None) == greedy
+    assert text_of(server, temperature=0, stream_options={"include_obfuscation": False}) == greedy
 
 
 def test_top_k_of_1_is_greedy_at_any_temperature(server: Server) -> None:

@@ -148,8 +148,9 @@ LayerGroup Model::GroupOf(int64_t layer) const {
 
 Manifest ParseManifest(const std::string& text, const std::string& where) {
   const Json data = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-  const bool has_byte_order_mark = text.rfind("\xEF\xBB\xBF", 0) == 0;  // a byte order mark is not JSON, but this parser skips it
-  if (data.is_discarded() || has_byte_order_mark) throw BundleError("cannot be read (not JSON)", where);
+  // neither a byte order mark nor NUL is JSON, but this parser skips the one, and whatever follows the other
+  const bool has_other = text.rfind("\xEF\xBB\xBF", 0) == 0 || text.find('\0') != std::string::npos;
+  if (data.is_discarded() || has_other) throw BundleError("cannot be read (not JSON)", where);
   const bool has_version = data.is_object() && data.contains("format_version");
   if (!has_version || data["format_version"] != kFormatVersion || !data["format_version"].is_number_integer()) {
     throw Error(SKD_ERROR_BUNDLE,
