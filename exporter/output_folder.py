@@ -37,13 +37,21 @@ def real_out(out: Path) -> Path:
 
 
 def check_out(out: Path, force: bool) -> None:
-    """Refuse, before any work, an existing `out` that may not be replaced.
+    """Refuse, before any work, an `out` that cannot be made, and an existing one that may not be replaced.
 
     Raises:
-        BundleError: it exists and `force` is not set, it is not a bundle, or something is mounted there, as a container's volume.
+        BundleError: it exists and `force` is not set, it is not a bundle, or something is mounted there, as a container's volume;
+            or the folder in which it is to be takes no other.
     """
-    if not out.exists():
-        return
+    if out.exists():
+        _check_old(out, force)
+    folder = next(parent for parent in out.parents if parent.exists())  # `/` does
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        reason = "which takes no new folder" if folder.is_dir() else "which is a file"
+        raise BundleError(f"cannot be made in {folder}, {reason}", "check permissions, or choose another --out", where=str(out))
+
+
+def _check_old(out: Path, force: bool) -> None:
     if not _is_bundle(out) and not _is_empty_folder(out):
         raise BundleError("exists and is not a bundle, so it is not replaced", "choose another --out", where=str(out))
     if os.path.ismount(out):  # it cannot be renamed, and a folder next to it lies on another file system

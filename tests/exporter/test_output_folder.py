@@ -7,6 +7,8 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.output_folder import check_out, fresh_folder, real_out
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.models import MAX_LENGTH
+from tests.unprivileged import UNPRIVILEGED
 from tests.zoo import Zoo
 
 OLD, NEW = '{"format_version": 1, "name": "old"}', '{"format_version": 2, "name": "new"}'
@@ -264,6 +267,25 @@ def test_a_mounted_volume_is_refused_before_any_work(force: bool, tmp_path: Path
     with pytest.raises(BundleError, match="is a mount point, which cannot be replaced; name a folder in it"):
         check_out(tmp_path, force)
     check_out(tmp_path / "bundle", force)
+
+
+def test_a_folder_that_takes_no_other_is_refused_before_any_work(tmp_path: Path) -> None:
+    (folder := tmp_path / "shared").mkdir(mode=0o555)
+    (model := tmp_path / "model").mkdir()
+    (model / "config.json").write_text("{}")  # which an export reads later
+    command = "import sys; from skipdecode.exporter.command import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [*UNPRIVILEGED, sys.executable, "-c", command, model, "--out", folder / "new" / "bundle"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    says = f"cannot be made in {folder}, which takes no new folder; check permissions, or choose another --out"
+    assert (done.returncode, done.stderr) == (2, f"{folder}/new/bundle: {says}\n")
+
+
+def test_a_bundle_cannot_be_made_in_a_file(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    with pytest.raises(BundleError, match=f"bundle: cannot be made in {file}, which is a file; check permissions, or choose"):
+        check_out(file / "new" / "bundle", force=False)
 
 
 def test_an_empty_folder_is_replaced_with_force(tmp_path: Path) -> None:
