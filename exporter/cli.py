@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
+from skipdecode.cli import complain
 from skipdecode.exporter.export import export
 from skipdecode.exporter.layout import Report
 from skipdecode.exporter.request import ExportRequest
@@ -32,7 +33,7 @@ def run(request: ExportRequest, report: Report, *, quiet: bool) -> Manifest:
 def print_result(manifest: Manifest, request: ExportRequest) -> None:
     """Print a summary of the bundle in one line, and on standard error whatever a user may not expect of it."""
     for warning in (*unmet_requests(request.schedule, manifest.schedule), *_warnings(manifest, request)):
-        print(f"{_WARNING}{warning}", file=sys.stderr)
+        complain(f"{_WARNING}{warning}")  # the bundle is there, whether or not this can be written
     print(_summary(manifest, request.out))
 
 

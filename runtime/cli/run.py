@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from skipdecode.cli import Parser, check_writable, folder, guarded
+from skipdecode.cli import Parser, check_writable, complain, folder, guarded
 from skipdecode.errors import CapacityError
 from skipdecode.generate import Generator, load
 from skipdecode.generation import Generation
@@ -166,7 +166,7 @@ def _print(result: Generation, *, streamed: bool, quiet: bool) -> None:
     if not quiet:
         steps, timings = len(result.layers), result.timings
         mean = f"{sum(result.layers) / steps:.1f} layers a step, " if steps else ""
-        print(f"[{steps} decode steps, {mean}{timings.decode_s * 1e3 / max(1, steps):.2f} ms a step]", file=sys.stderr)
+        complain(f"[{steps} decode steps, {mean}{timings.decode_s * 1e3 / max(1, steps):.2f} ms a step]")
 
 
 if __name__ == "__main__":

@@ -124,6 +124,11 @@ def test_an_error_that_cannot_be_printed_does_not_change_the_exit_status(zoo: Zo
             assert (ended.returncode, ended.stdout) == (2, "")
 
 
+def test_a_full_error_device_does_not_change_the_exit_status_of_what_was_done(zoo: Zoo) -> None:
+    ended = _shell("skip-run $0 --token-ids 5,6,7 --max-new-tokens 2 2>/dev/full", zoo.bundle("opt"))
+    assert (ended.returncode, ended.stdout.count(",")) == (0, 1)
+
+
 def test_a_closed_output_gets_nothing_and_everything_else_is_done(zoo: Zoo, tmp_path: Path) -> None:
     ended = _shell(
         "skip-run $0 --token-ids 5,6,7 --max-new-tokens 2 --profile $TRACE >&-", zoo.bundle("opt"), TRACE=str(tmp_path / "t")
