@@ -1,4 +1,7 @@
 // skd_service BUNDLE [options]: the OpenAI completions API over a bundle.
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <csignal>
@@ -130,6 +133,13 @@ std::string WithOptions(const skipdecode::Error& error) {
   return line;
 }
 
+// Open what is closed of standard input, output and error: a client's connection would get its number, and read what is reported.
+void OpenStandardStreams() {
+  int opened = 0;
+  while (opened >= 0 && opened <= STDERR_FILENO) opened = ::open("/dev/null", O_RDWR);
+  if (opened >= 0) ::close(opened);
+}
+
 // Serve until asked to stop; returns the exit status.
 int Run(const service::Settings& settings) {
   service::Signals signals;
@@ -158,6 +168,7 @@ int Run(const service::Settings& settings) {
 }  // namespace
 
 int main(int count, char** arguments) {
+  OpenStandardStreams();
   const auto asks_for_help = [](const std::string& argument) { return argument == "--help" || argument == "-h"; };
   if (std::any_of(arguments, arguments + count, asks_for_help)) {
     std::cout << kHelp;

@@ -135,6 +135,20 @@ def test_a_service_out_of_descriptors_lets_clients_wait(bundle: Path) -> None:
     assert small.stop() == 0
 
 
+def test_a_service_without_standard_streams_gives_their_numbers_to_no_client(bundle: Path) -> None:
+    none = subprocess.DEVNULL  # until the shell has closed them
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", SERVICE, bundle, "--port", "0"]
+    running = subprocess.Popen(command, stdin=none, stdout=none, stderr=none)
+    folder, links = Path(f"/proc/{running.pid}/fd"), dict[str, str]()
+    while running.poll() is None and not any(link.startswith("socket:") for link in links.values()):
+        time.sleep(0.05)
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            links = {each.name: os.readlink(each) for each in folder.iterdir()}
+    running.terminate()
+    assert running.wait(timeout=30) in (0, -signal.SIGTERM)  # the signal may come before it serves
+    assert [links[name] for name in "012"] == ["/dev/null"] * 3
+
+
 def test_more_clients_than_connections_are_all_served(bundle: Path) -> None:
     narrow = Server(bundle, "--connections", "2", "--queue", "64")
     with ThreadPoolExecutor(12) as pool:
