@@ -20,6 +20,8 @@ from skipdecode.errors import CapacityError, SkipDecodeError
 
 BAD_INPUT = 2
 INTERRUPTED = 130
+_NO_TMPDIR = "No usable temporary directory"  # Python's words, as in a container of which everything but volumes is read-only
+_TMPDIR_REMEDY = "set TMPDIR to a writable folder"
 _REMEDY = "free space, check permissions, or add --debug to see where it happened"
 
 
@@ -67,7 +69,8 @@ def guarded(action: Callable[[], int], *, debug: bool) -> int:
             complain(traceback.format_exc().rstrip())
             return BAD_INPUT
         where = os.fsdecode(error.filename) if error.filename else ""
-        complain(SkipDecodeError(f"cannot continue ({error.strerror or error})", _REMEDY, where=where))
+        remedy = _TMPDIR_REMEDY if _NO_TMPDIR in str(error) else _REMEDY
+        complain(SkipDecodeError(f"cannot continue ({error.strerror or error})", remedy, where=where))
         return BAD_INPUT
 
 

@@ -155,6 +155,17 @@ def test_a_file_that_the_system_denies_is_named_in_one_line(capsys: pytest.Captu
     assert "Traceback" in (told := capsys.readouterr().err) and "PermissionError: [Errno 13]" in told
 
 
+def test_where_no_folder_takes_temporary_files_tmpdir_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container of which everything but volumes is read-only."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    assert guarded(lambda: len(tempfile.mkdtemp()), debug=False) == 2
+    says = "cannot continue (No usable temporary directory found in ['/nowhere']); set TMPDIR to a writable folder\n"
+    assert capsys.readouterr().err == says
+
+
 def test_a_traceback_does_not_change_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main(["nowhere", "--prompt", "x", "--debug"]) == 2
     assert "Traceback" in (told := capsys.readouterr().err) and "there is no bundle.json here" in told
