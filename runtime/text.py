@@ -19,6 +19,11 @@ def is_utf8(path: Path) -> bool:
     return os.fsencode(path).decode(errors="replace") == str(path)
 
 
+def printable(line: str) -> str:
+    """A line that a terminal only displays: names come from a bundle and may hold anything, even terminal codes."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
 class Tokenizer:
     """A `tokenizer.json`. Encodes as the file says, special tokens included, but neither truncates nor pads."""
 

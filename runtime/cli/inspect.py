@@ -19,6 +19,7 @@ from skipdecode.cli import Parser, folder, guarded
 from skipdecode.manifest import Manifest
 from skipdecode.model import LayerGroup, Model
 from skipdecode.schedule import Anchor, Schedule
+from skipdecode.text import printable
 
 _COLUMNS = 64
 _WARM_UP, _ACTIVE, _SKIPPED = _MARKS = "▓█·"
@@ -135,8 +136,8 @@ def _target_lines(target: dict[str, Any], manifest: Manifest) -> list[str]:
 
 
 def _printable(lines: list[str]) -> str:
-    """Text that a terminal only displays: names come from the bundle and may hold anything, even terminal codes."""
-    text = "\n".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines)
+    """Text that a terminal only displays, whatever names the bundle holds."""
+    text = "\n".join(map(printable, lines))
     try:
         _MARKS.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from skipdecode.text import printable
 from skipdecode.validation.quality import DEFAULT_TOKENIZER
 from skipdecode.validation.samples import Summary
 
@@ -18,6 +19,7 @@ _LOG_WIDTH = 100_000  # columns, for logs: rich would wrap at 80, and a search w
 
 def show(result: dict[str, Any]) -> None:
     """Print what was measured, one table per question."""
+    result = _displayable(result)
     width, height = (None, None) if sys.stdout.isatty() else (_LOG_WIDTH, 1)  # rich ignores a width without a height if TERM=dumb
     console = Console(width=width, height=height, markup=False, emoji=False)  # names can hold anything
     with console.capture() as captured:  # where the reader of a pipe has left, rich itself ends the process with status 1
@@ -35,6 +37,15 @@ def show(result: dict[str, Any]) -> None:
             console.print(_slo(result["slo"]))
         console.print(Text("all holds" if result["holds"] else "does not hold", style="green" if result["holds"] else "bold red"))
     print(captured.get(), end="")
+
+
+def _displayable(value: Any) -> Any:
+    """A result whose texts a terminal only displays."""
+    if isinstance(value, dict):
+        return {key: _displayable(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(map(_displayable, value))
+    return printable(value) if isinstance(value, str) else value
 
 
 def _heading(result: dict[str, Any]) -> str:

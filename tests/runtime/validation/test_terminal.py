@@ -30,6 +30,14 @@ def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.count(NAME) == 4
 
 
+def test_control_codes_in_names_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    result = _result()
+    result["bundle"]["model"]["name"] = result["targets"][0]["why"] = "a\x1b[2Jb"
+    show(result)
+    printed = capsys.readouterr().out
+    assert (printed.count(r"a\x1b[2Jb"), printed.count("\x1b")) == (2, 0)
+
+
 @pytest.mark.parametrize("environment", [{}, {"COLUMNS": "40"}, {"FORCE_COLOR": "1", "TERM": "dumb"}])
 def test_no_line_is_broken_where_the_output_is_not_a_terminal(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
