@@ -71,6 +71,7 @@ def test_full_depth_computes_every_layer_everywhere() -> None:
         ((7,), 1, "choose counts from 2 to 6"),
         ((1,), 1, "choose counts from 2 to 6"),
         ((), 1, "empty"),
+        ((6, 5), 5, "choose counts from 6 to 6"),
         ((6, 0), 6, "choose counts from 1 to 6"),
         ((6,), 7, "--warmup-layers 0..5, or 6 for early exit"),
         ((6,), -1, "--warmup-layers 0..5"),

@@ -70,6 +70,7 @@ def test_explicit_values_are_kept() -> None:
     assert (schedule.layers[0], schedule.layers[-1], schedule.span, schedule.warmup_layers) == (20, 5, 10, 2)
     assert build_schedule(ScheduleRequest(speedup=2, max_layers=14), 24).layers[-1] == 10
     assert build_schedule(ScheduleRequest(speedup=2, min_layers=4), 24).layers[0] == 20
+    assert build_schedule(ScheduleRequest(max_layers=4, span=3), 24).layers == (4, 4, 4), "2x would come down to 6"
 
 
 def test_few_variants_change_neither_warm_up_layers_nor_anchor() -> None:
@@ -98,6 +99,9 @@ def test_the_longest_span_is_built_and_one_more_refused(monkeypatch: pytest.Monk
 def test_half_a_layer_beyond_what_the_ends_reach_counts_as_rounding() -> None:
     schedule = build_schedule(ScheduleRequest(speedup=2, max_layers=18, warmup_layers=6), 24)
     assert (schedule.layers[0], schedule.layers[-1], schedule.mean_layers) == (18, 7, 12.5)
+    exactly_half = ScheduleRequest(speedup=2, max_layers=18, warmup_layers=6)
+    nearest = ScheduleRequest(name="linear", warmup_layers=1)  # 2 of 3 layers at least
+    assert [*unmet_requests(exactly_half, schedule), *unmet_requests(nearest, build_schedule(nearest, 3))] == []
 
 
 def test_power_decays_by_alpha() -> None:
@@ -113,6 +117,12 @@ def test_power_between_two_ends_takes_the_whole_span() -> None:
 def test_the_floor_of_power_leaves_room_for_a_decay() -> None:
     schedule = build_schedule(ScheduleRequest(name="power", speedup=1.2), 24)
     assert (schedule.variants, schedule.mean_layers) == ((24, 23, 22, 21, 20, 19, 18, 17), 20)
+    assert build_schedule(ScheduleRequest(name="power", span=3), 12).layers == (12, 3, 3), "the first position has them all"
+    assert build_schedule(ScheduleRequest(name="power", span=2), 12).layers == (12, 2)
+
+
+def test_power_does_not_lose_a_layer_to_rounding() -> None:
+    assert build_schedule(ScheduleRequest(name="power", speedup=1.1, span=3), 3).layers == (3, 3, 2)
 
 
 def test_step_has_equal_stairs() -> None:
@@ -181,6 +191,10 @@ def test_a_speedup_or_span_that_changes_nothing_at_full_depth_or_with_a_decay_is
             "--min-layers 6 is not met: the linear schedule has 24 -> 11",
         ),
         (ScheduleRequest(name="power", speedup=4, max_variants=2), "--speedup 4 is not met: "),
+        (
+            ScheduleRequest(name="power", max_layers=16, min_layers=2, span=4, max_variants=2),
+            "--min-layers 2 is not met: the power schedule has 16 -> 4 layers",
+        ),
         (ScheduleRequest(speedup=6, max_variants=2), "--speedup 6 is not met: "),
         (ScheduleRequest(name="step", speedup=2, span=5), "--speedup 2 is not met: the step schedule has 18 -> 6 layers over 5"),
         (ScheduleRequest(name="linear", min_layers=6, span=1), "--min-layers 6 is not met: the linear schedule has 24 -> 24"),
@@ -230,6 +244,7 @@ def test_one_position_has_the_count_that_the_speedup_asks_for() -> None:
         ('{"layers": [4], "warmup_layers": "x"}', "list of whole numbers"),
         ("[]", "empty"),
         ("[9]", "choose counts from 2 to 6"),
+        ('{"layers": [6], "warmup_layers": 7}', "t.json: warmup_layers 7: the model has 6 layers; choose 0..6"),
         ("[" * 100_000, "is not JSON"),
     ],
 )
