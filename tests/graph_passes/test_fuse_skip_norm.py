@@ -26,7 +26,7 @@ def _model(norm: str, second: str = "float[B,S,8]", most: str = "hidden = Add (x
 def _shapes(model: ir.Model) -> ir.Model:
     for node in model.graph:
         for value in node.outputs:
-            value.shape, value.type = ir.Shape(["B", "S", 8]), ir.TensorType(ir.DataType.FLOAT)
+            value.shape, value.type = model.graph.inputs[0].shape, model.graph.inputs[0].type
     return model
 
 
@@ -56,9 +56,11 @@ def test_a_projections_bias_is_fused_too(name: str, sums: str) -> None:
 
 def test_a_biased_sum_that_others_read_stays() -> None:
     sums = "m = Add (a, beta)  x = Add (m, b)"
-    after = _shapes(_biased(NORMS["SkipLayerNormalization"], sums, "hidden = Add (m, y)"))
+    before, after = (_shapes(_biased(NORMS["SkipLayerNormalization"], sums, "hidden = Add (m, y)")) for _ in range(2))
     assert FuseSkipNormPass()(after).modified
     assert [node.op_type for node in after.graph] == ["Add", "SkipLayerNormalization", "Add"]
+    assert {value.name for value in after.graph[1].inputs if value} == {"m", "b", "scale", "bias"}, "the bias is not added again"
+    _assert_same(before, after)
 
 
 def _biased(norm: str, sums: str, most: str = "hidden = Add (x, y)") -> ir.Model:
@@ -81,6 +83,23 @@ def test_the_sum_may_be_the_graphs_output() -> None:
 
 def test_it_declines_a_sum_that_broadcasts() -> None:
     assert not FuseSkipNormPass()(_shapes(_model(NORMS["SkipLayerNormalization"], second="float[8]"))).modified
+
+
+@pytest.mark.parametrize(
+    ("rows", "scale"), [("float[B,S,8]", "float[1,8]"), ("float[B,2,S,8]", "float[8]"), ("float[N,8]", "float[8]")]
+)
+def test_it_declines_a_scale_or_a_sum_of_other_dimensions(rows: str, scale: str) -> None:
+    text = f"""<ir_version: 10, opset_import: ["" : 24]>
+    g ({rows} a, {rows} b, {scale} scale) => ({rows} y) {{ x = Add (a, b)  z = RMSNormalization (x, scale)  y = Neg (z) }}"""
+    assert not FuseSkipNormPass()(_shapes(ir.from_onnx_text(text))).modified
+
+
+def test_a_norm_that_names_no_epsilon_has_onnxs() -> None:
+    before, after = (_shapes(_model(NORMS["SkipLayerNormalization"].replace("<epsilon = 0.01> ", ""))) for _ in range(2))
+    assert FuseSkipNormPass()(after).modified
+    (fused, _) = after.graph
+    assert fused.attributes["epsilon"].as_float() == pytest.approx(1e-5)
+    _assert_same(before, after)
 
 
 def test_it_declines_a_norm_over_several_axes() -> None:

@@ -105,6 +105,15 @@ def test_weights_on_no_levels_are_left_to_rounding(weight: Floats) -> None:
     assert kept_levels(weight, 4, 32) is None
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_neither_blocks_of_zeros_nor_bf16s_coarse_numbers_are_taken_for_levels(bits: int) -> None:
+    """Half a level of 8 bits is finer than bf16, whose rounding would excuse any number."""
+    weight = np.random.default_rng(0).standard_normal((64, INPUTS)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    assert kept_levels(weight, bits, 32) is None
+    weight.reshape(64, -1, 32)[:, ::2] = 0
+    assert kept_levels(weight, bits, 32) is None
+
+
 @pytest.mark.parametrize(("zeros", "block"), [(0.9, 32), (0.95, 32), (0.95, 64), (0.98, 64)])
 def test_a_few_fp16_numbers_are_not_mistaken_for_levels(zeros: float, block: int) -> None:
     """Pruning leaves few numbers in a block: with a step as large as the largest, an eighth of it must not pass for noise."""

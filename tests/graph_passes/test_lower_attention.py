@@ -176,10 +176,26 @@ def test_sinks_become_an_input_of_the_operator() -> None:
     assert [value.name for value in node.outputs] == ["rows_out", "present_key", "present_value"]
 
 
-def test_a_sink_next_to_unmasked_scores_is_an_error() -> None:
-    text = replaced(_with_sinks(BEFORE), ("qk_matmul_output_mode = 2", "qk_matmul_output_mode = 0"))
-    with pytest.raises(AssertionError, match="scores that are not those of the softmax"):
-        LowerAttentionPass(max_length=8)(with_shapes(text))
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("qk_matmul_output_mode = 2", "qk_matmul_output_mode = 0", "scores that are not those of the softmax"),
+        ("Mul (alone, left)", "Mul (query, left)", "a share of something else"),
+    ],
+)
+def test_a_sink_next_to_unmasked_scores_or_of_another_value_is_an_error(old: str, new: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        LowerAttentionPass(max_length=8)(with_shapes(replaced(_with_sinks(BEFORE), (old, new))))
+
+
+def test_a_scatter_that_no_attention_reads_is_an_error() -> None:
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["" : 24]>
+        g (float[1,2,9,16] past, float[1,2,3,16] k, int64[1] start) => (float[1,2,9,16] y)
+        { y = TensorScatter <axis = 2> (past, k, start) }"""
+    )
+    with pytest.raises(ir.passes.PostconditionError, match=r"operators that were not lowered: \['TensorScatter'\]"):
+        LowerAttentionPass(max_length=8)(model)
 
 
 @pytest.mark.parametrize(
@@ -230,24 +246,48 @@ def test_a_rotary_embedding_moves_inside_with_its_tables_factor() -> None:
 
 
 _OTHER = "int64[1] two = {2}, float[8] others = {1, 1, 1, 1, 1, 1, 1, 1},"
-KEYS_DIFFER = replaced(  # keys are rotated by other frequencies
-    ROTATED,
-    ("(key_0, cos, sin)", "(key_0, cos_k, sin_k)"),
-    ("cosine = Cos", "angles_k = Mul (at, others)  cosine_k = Cos (angles_k)  cos_k = Mul (cosine_k, factor)\n    cosine = Cos"),
-    ("sine = Sin", "sine_k = Sin (angles_k)  sin_k = Mul (sine_k, factor)  sine = Sin"),
-    ("int64[1] two = {2},", _OTHER),
-)
-PAIRS_DIFFER = replaced(ROTATED, ("<interleaved = 0, num_heads = 1>", "<interleaved = 1, num_heads = 1>"))  # of a key's numbers
-BACKWARD = replaced(ROTATED, ("sin = Mul (sine, factor)", "ahead = Mul (sine, factor)  sin = Neg (ahead)"))
+UNLIKE = {  # one table for query and key would rotate otherwise
+    "keys by other frequencies": replaced(
+        ROTATED,
+        ("(key_0, cos, sin)", "(key_0, cos_k, sin_k)"),
+        (
+            "cosine = Cos",
+            "angles_k = Mul (at, others)  cosine_k = Cos (angles_k)  cos_k = Mul (cosine_k, factor)\n    cosine = Cos",
+        ),
+        ("sine = Sin", "sine_k = Sin (angles_k)  sin_k = Mul (sine_k, factor)  sine = Sin"),
+        ("int64[1] two = {2},", _OTHER),
+    ),
+    "other pairs of a key's numbers": replaced(ROTATED, ("<interleaved = 0, num_heads = 1>", "<interleaved = 1, num_heads = 1>")),
+    "backward": replaced(ROTATED, ("sin = Mul (sine, factor)", "ahead = Mul (sine, factor)  sin = Neg (ahead)")),
+    "sines by another factor": replaced(
+        ROTATED, ("Mul (sine, factor)", "Mul (sine, more)"), ("int64[1] two", "float more = {1.5}, int64[1] two")
+    ),
+    "sines of other angles": replaced(
+        ROTATED, ("sine = Sin (angles)", "apart = Mul (at, others)  sine = Sin (apart)"), ("int64[1] two = {2},", _OTHER)
+    ),
+    "sines for cosines": ROTATED.replace("_0, cos, sin)", "_0, sin, cos)"),
+}
+UNEVEN_HEADS = ROTATED.replace("16", "24").replace("32", "48").replace("<inter", "<rotary_embedding_dim = 16, inter")
+NEIGHBOURS = ROTATED.replace("<interleaved = 0,", "<interleaved = 1,")
 
 
-@pytest.mark.parametrize("text", [KEYS_DIFFER, PAIRS_DIFFER, BACKWARD])
-def test_a_rotary_embedding_stays_outside_where_keys_rotate_unlike_queries_or_both_backward(text: str) -> None:
+@pytest.mark.parametrize("text", [*UNLIKE.values(), UNEVEN_HEADS], ids=[*UNLIKE, "heads of 24"])
+def test_a_rotary_embedding_stays_outside_where_the_operator_would_rotate_otherwise(text: str) -> None:
     model = with_shapes(text)
     LowerAttentionPass(max_length=8)(model)
     assert [node.op_type for node in model.graph].count("RotaryEmbedding") == 2
     (node,) = (node for node in model.graph if node.op_type == "GroupQueryAttention")
     assert node.attributes["do_rotary"].as_int() == 0
+
+
+def test_tables_of_other_frequencies_or_another_factor_have_other_names() -> None:
+    """Layers of one graph share tables by their names."""
+    names = set()
+    for text in (ROTATED, replaced(ROTATED, ("{1.25}", "{1.5}")), replaced(ROTATED, ("0.0078125", "0.0078"))):
+        model = with_shapes(text)
+        LowerAttentionPass(max_length=8)(model)
+        names |= {name for name in model.graph.initializers if name.startswith("cos_cache")}
+    assert len(names) == 3
 
 
 def test_separate_query_and_key_tables_from_the_same_angles_count_as_one() -> None:
@@ -261,8 +301,8 @@ def test_separate_query_and_key_tables_from_the_same_angles_count_as_one() -> No
 
 
 FORMS = {
-    "all": BEFORE, "windowed": WINDOWED, "narrow values": NARROW, "rotated": ROTATED, "keys rotated otherwise": KEYS_DIFFER,
-    "keys rotated in other pairs": PAIRS_DIFFER, "rotated backward": BACKWARD, "sinks": _with_sinks(BEFORE),
+    "all": BEFORE, "windowed": WINDOWED, "narrow values": NARROW, "rotated": ROTATED, "rotated in neighbouring pairs": NEIGHBOURS,
+    **UNLIKE, "sinks": _with_sinks(BEFORE),
     "capped": replaced(BEFORE, ("scale = 0.25", "scale = 0.25, softcap = 0.5")),
     "windowed, sinks": _with_sinks(WINDOWED), "rotated, sinks": _with_sinks(ROTATED), "biases": ALIBI,
     "read of the layer below": READ_BELOW, "read of another engine": READ,

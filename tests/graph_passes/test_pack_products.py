@@ -47,6 +47,15 @@ def test_products_of_different_rows_are_left_alone() -> None:
     assert not PackProductsPass()(model).modified
 
 
+def test_a_product_with_a_bias_of_its_own_is_left_alone() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 24]>
+    layer (float[T,16] x, float[16,4] q, float[16,8] k, float[4] bias) => (float[T,4] a, float[T,8] b)
+    { a = Gemm (x, q, bias)  b = MatMul (x, k) }"""
+    shapes = {"q": (16, 4), "k": (16, 8), "bias": (4,)}
+    model = with_parameters(text, {name: np.ones(shape, np.float32) for name, shape in shapes.items()})
+    assert not PackProductsPass()(model).modified
+
+
 def test_a_router_is_not_packed_because_it_is_not_quantised() -> None:
     text = """<ir_version: 10, opset_import: ["" : 24]>
     layer (float[T,16] x, float[16,4] router, float[16,8] up) => (float[T,2] best, int64[T,2] chosen, float[T,8] y)

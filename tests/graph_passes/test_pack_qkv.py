@@ -35,6 +35,9 @@ BIASED = """mq = MatMul (x, tq)
 OTHER_ROWS = "z = Add (x, x)\n q = MatMul (x, tq)\n k = MatMul (z, tk)\n v = MatMul (x, tv)"
 ONE_BIAS = "mq = MatMul (x, tq)\n q = Add (mq, bq)\n k = MatMul (x, tk)\n v = MatMul (x, tv)"
 SCALED_KEY = PLAIN.replace("k = MatMul (x, tk)", "mk = MatMul (x, tk)\n k = Mul (mk, eighth)")
+_BIASED_QUERY = "mq = MatMul (x, tq)\n q = Add (mq, bq)\n mk = MatMul (x, tk)\n"
+READ_TWICE = f"{_BIASED_QUERY} k = Add (mk, bk)\n v = Add (mk, bv)"
+ONE_NUMBER = f"{_BIASED_QUERY} k = Add (mk, eighth)\n mv = MatMul (x, tv)\n v = Add (mv, bv)"
 NORMED = "q = MatMul (x, tq)\n mk = MatMul (x, tk)\n k = Relu (mk)\n v = MatMul (x, tv)"
 
 
@@ -70,7 +73,9 @@ def test_a_factor_on_the_query_becomes_the_attentions_scale() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [OTHER_ROWS, ONE_BIAS, SCALED_KEY, NORMED], ids=["other rows", "one bias", "a scaled key", "something between"]
+    "body",
+    [OTHER_ROWS, ONE_BIAS, SCALED_KEY, NORMED, READ_TWICE, ONE_NUMBER],
+    ids=["other rows", "one bias", "a scaled key", "something between", "a product read twice", "one number added"],
 )
 def test_it_declines_where_the_three_are_not_alike(body: str) -> None:
     model = _model(body)

@@ -8,7 +8,7 @@ import pytest
 
 from skipdecode.graph_passes.quantization import METHODS, Quantization
 from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
-from tests.graph_passes.running import Array, relative_error, run_model
+from tests.graph_passes.running import Array, relative_error, run_model, with_parameters
 from tests.graph_passes.test_clean_trace import with_weight
 
 FORMS = {
@@ -38,11 +38,37 @@ def quantisable(form: str, weight: Array | None = None) -> ir.Model:
 def test_every_form_of_a_matrix_is_quantised_within_tolerance(form: str, method: str, bits: int, tolerance: float) -> None:
     before, after = quantisable(form), quantisable(form)
     assert QuantizeWeightsPass(Quantization(bits=bits, method=method))(after).modified
-    assert [node.op_type for node in after.graph if node.domain] == ["MatMulNBits"]
+    (product,) = (node for node in after.graph if node.domain)
+    assert product.op_type == "MatMulNBits"
+    assert product.attributes["accuracy_level"].as_int() == 4, "in int8: 15 times as fast, the same numbers"
     assert not any(node.op_type in ("MatMul", "Gemm", "Transpose", "Add") for node in after.graph)
     x = np.random.default_rng(1).standard_normal((1, 3, 64)).astype(np.float32)
     (expected,), (found,) = run_model(before, {"x": x}), run_model(after, {"x": x})
     assert 0 < relative_error(found, expected) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("body", "outputs"),
+    [
+        ("y = Add (made, bias)  bare = Neg (made)", "float[B,S,24] y, float[B,S,24] bare"),
+        ("y = Add (made, bias)", "float[B,S,24] y, float[B,S,24] made"),
+        ("y = Add (made, one)", "float[B,S,24] y"),
+        ("y = Add (made, made)", "float[B,S,24] y"),
+    ],
+    ids=["the product is read", "the product is an output", "another width", "no bias"],
+)
+def test_what_is_added_stays_outside_where_it_is_no_bias_or_the_product_is_needed_without_it(body: str, outputs: str) -> None:
+    text = f"""<ir_version: 10, opset_import: ["" : 24]>
+    g (float[B,S,64] x) => ({outputs}) <float[24] bias = {{{", ".join(["0.5"] * 24)}}}, float[1] one = {{1}}>
+    {{ turned = Transpose <perm = [1, 0]> (weight)  made = MatMul (x, turned)  {body} }}"""
+    weight = np.random.default_rng(0).standard_normal((24, 64)).astype(np.float32)
+    before, after = (with_weight(text, "layer.fc.weight", weight) for _ in range(2))
+    QuantizeWeightsPass(Quantization(bits=8))(after)
+    (product,) = (node for node in after.graph if node.domain)
+    assert product.op_type == "MatMulNBits" and "bias" not in [value and value.name for value in product.inputs]
+    x = np.random.default_rng(1).standard_normal((1, 3, 64)).astype(np.float32)
+    for expected, found in zip(run_model(before, {"x": x}), run_model(after, {"x": x}), strict=True):
+        assert relative_error(found, expected) < 0.02
 
 
 def test_it_declines_when_the_width_is_not_a_multiple_of_the_block() -> None:
@@ -73,6 +99,17 @@ def test_a_matrix_that_two_products_share_is_left_as_it_is(second: str) -> None:
         middle = MatMul (x, turned)  y = MatMul (middle, {second}) }}"""
     model = with_weight(text, "layer.fc.weight", np.zeros((64, 64), np.float32))
     assert not QuantizeWeightsPass(Quantization(bits=4))(model).modified
+
+
+def test_a_mixtures_router_is_left_as_it_is_but_not_what_makes_its_rows() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 24, "com.microsoft" : 1]>
+    g (float[T,64] x, float[64,64] attended, float[64,4] router, float[4,64,64] up, float[4,64,64] down) => (float[T,64] y) {
+        rows = MatMul (x, attended)  scores = MatMul (rows, router)
+        y = com.microsoft.MoE <k = 2> (rows, scores, up, , down) }"""
+    arrays = {"attended": np.ones((64, 64), np.float32), "router": np.ones((64, 4), np.float32)}
+    model = with_parameters(text, arrays)
+    assert QuantizeWeightsPass(Quantization(bits=4))(model).modified
+    assert [node.op_type for node in model.graph] == ["MatMulNBits", "MatMul", "MoE"]
 
 
 def test_the_search_for_a_router_visits_each_value_once() -> None:
