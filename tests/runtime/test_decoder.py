@@ -40,6 +40,19 @@ def test_kept_rows_go_on_as_they_would_with_all_rows(name: str, anchor: Anchor, 
     assert rows == [2]
 
 
+def test_rows_that_were_dropped_are_computed_no_more(zoo: Zoo) -> None:
+    full = build_schedule(ScheduleRequest(name="full"), LAYERS)  # the next step computes as many layers as the one before
+    decoder = skipdecode.load(zoo.bundle("llama")).decoder([len(prompt) for prompt in PROMPTS], STEPS, full)
+    decoder.prefill(PROMPTS)
+    decoder.decode_step([7] * len(PROMPTS))
+    logits = decoder.logits[:3]
+    decoder.keep_rows([1, 4])
+    keys = decoder.kv.layers[0]["past_key.0"][:3]
+    logits[:] = keys[:] = np.nan
+    decoder.decode_step([8, 9])
+    assert np.isnan(logits).all() and np.isnan(keys).all() and np.isfinite(decoder.logits).all()
+
+
 def test_steps_that_the_kv_buffer_has_no_room_for_are_refused(zoo: Zoo, capfd: pytest.CaptureFixture[str]) -> None:
     decoder = skipdecode.load(zoo.bundle("llama")).decoder([2, 1], 2)
     decoder.prefill([[5, 6], [7]])
