@@ -87,6 +87,18 @@ def test_a_row_ends_at_its_stop_token_and_the_run_with_the_last_row(load: Load) 
 
 
 @pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
+def test_where_the_host_chooses_tokens_rows_that_have_ended_stay_in_a_devices_batch(load: Load) -> None:
+    """With a trace it does; moving keys and values is for host memory only."""
+    host = load(False)
+    whole = _ids(host.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True))
+    stops = (whole[0][3], whole[1][5])
+    host.manifest = dataclasses.replace(host.manifest, model=dataclasses.replace(host.manifest.model, eos_token_ids=stops))
+    wanted = [ids[: next((at + 1 for at, token in enumerate(ids) if token in stops), NEW)] for ids in whole]
+    assert sum(len(ids) < NEW for ids in wanted) >= 2
+    assert _ids(host.generate(PROMPTS, max_new_tokens=NEW)) == wanted
+
+
+@pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
 def test_token_0_ends_no_row_where_no_token_is_to_end_it(load: Load) -> None:
     """The device has places for all ids that end rows, even in a run that uses none of them."""
     host = load(False)
