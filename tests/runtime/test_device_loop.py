@@ -19,7 +19,7 @@ from skipdecode.errors import CapacityError
 from skipdecode.generate import Generator
 from skipdecode.generation import Generation, Row, Step
 from skipdecode.sampling import Sampling
-from skipdecode.schedule import Anchor, full_depth
+from skipdecode.schedule import Anchor, Schedule, full_depth
 from tests.agreement import spoil
 from tests.models import LAYERS
 from tests.runtime import device
@@ -181,15 +181,26 @@ def test_a_request_for_more_tokens_than_the_kept_loop_takes_replaces_the_loop(
     """The kept loop's KV buffer, made for longer prompts, would have room."""
     expected, generator = _ids(load(False).generate(PROMPTS[::2], max_new_tokens=NEW, ignore_eos=True)), load(True)
     generator.generate([[7] * (NEW + 2)] * 2, max_new_tokens=2)
-    kept, make, left = weakref.ref(generator._kept_loop), generator.device_loop, []
+    kept, make, seen = weakref.ref(generator._kept_loop), generator.device_loop, []
 
     def made(*given: Any) -> DeviceLoop:
-        left.append(kept())
+        seen.append(kept())
         return make(*given)
 
+    monkeypatch.setattr(DeviceLoop, "wait", lambda _: seen.append("steps under way have ended"))
     monkeypatch.setattr(generator, "device_loop", made)
     assert _ids(generator.generate(PROMPTS[::2], max_new_tokens=NEW, ignore_eos=True)) == expected
-    assert left == [None], "the old loop's memory is free before more is taken"
+    assert seen == ["steps under way have ended", None], "then the old loop's memory is free before more is taken"
+
+
+def test_another_schedule_or_longer_prompts_replace_the_loop(load: Load, anchor: Anchor) -> None:
+    host, generator = load(False), load(True)
+    few = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(2,), anchor=anchor)
+    longer = [[*prompt, *range(20, 32)] for prompt in PROMPTS]
+    for prompts, schedule in ((PROMPTS, None), (PROMPTS, few), (PROMPTS, None), (longer, None)):
+        given: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True, "schedule": schedule}
+        there, here = generator.generate(prompts, **given), host.generate(prompts, **given)
+        assert (_ids(there), there.layers) == (_ids(here), here.layers)
 
 
 def test_what_an_earlier_run_left_in_the_kv_buffer_does_no_harm(load: Load) -> None:

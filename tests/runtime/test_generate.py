@@ -70,6 +70,11 @@ def test_a_row_may_fill_the_bundles_length_and_64_tokens_are_the_default(generat
         generator.generate(PROMPT)
 
 
+def test_without_a_tokenizer_a_row_has_no_text(generator: Generator) -> None:
+    assert generator.tokenizer is None
+    assert generator.generate(PROMPT, max_new_tokens=2).sequences[0].text is None
+
+
 def test_ids_may_be_numpy_integers(generator: Generator) -> None:
     wanted = generator.generate(PROMPT, max_new_tokens=4).sequences
     assert generator.generate([np.int64(PROMPT[0]), *PROMPT[1:]], max_new_tokens=4).sequences == wanted
@@ -94,6 +99,7 @@ def test_each_row_ends_at_its_own_stop_token(generator: Generator, monkeypatch: 
             assert (row.token_ids, row.finish_reason) == (whole.token_ids[: whole.token_ids.index(stop) + 1], "stop")
         else:
             assert (row.token_ids, row.finish_reason) == (whole.token_ids, "length")
+    assert generator.generate(prompts, max_new_tokens=10, ignore_eos=True).sequences == free.sequences
 
 
 def test_a_stop_token_in_the_last_place_is_the_finish_reason(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
