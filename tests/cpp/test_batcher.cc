@@ -135,6 +135,7 @@ TEST_CASE("a row that a stop string ended is complete, not cancelled") {
 TEST_CASE("a row that decodes for too long ends with the text it has and says that it ran out of time") {
   Requests requests;
   library.endless = true;
+  const int made = library.sessions_made;
   auto request = requests.Make(1, std::chrono::seconds(1));
   REQUIRE(requests.Submit(*request));
   request->WaitForFirstNews([] { return false; });
@@ -142,9 +143,11 @@ TEST_CASE("a row that decodes for too long ends with the text it has and says th
   while (!request->Ended()) whole = request->NextPiece();
   CHECK_THAT(whole, Catch::Contains(R"("finish_reason":"timeout")") && Catch::Contains(R"("token_ids":[7,)"));
   request.reset();
+  CHECK(requests.Ask() == 200);
   requests.WaitForBatcher();
   CHECK(requests.metrics.timed_out == 1);
-  CHECK(requests.metrics.cancelled == 0);
+  CHECK(requests.metrics.cancelled == 1);  // the second request, whose client has left
+  CHECK(library.sessions_made == made);    // the session did not go on with the first one's row
   CHECK(requests.metrics.running == 0);
 }
 

@@ -75,6 +75,7 @@ TEST_CASE("a session survives a row that there was no memory for, but no other f
     CHECK_THAT(piece, Catch::Contains(kept ? R"("token_ids":[7)" : "data: [DONE]"));
     CHECK(before->Ended() == !kept);
     CHECK(WaitForValue(library.sessions_made, made + (kept ? 0 : 1)));
+    CHECK(requests.Ask() == 200);  // nothing is left of the row that failed
   }
 }
 

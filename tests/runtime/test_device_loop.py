@@ -21,7 +21,7 @@ from skipdecode.generation import Generation, Row, Step
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import Anchor, Schedule, full_depth
 from tests.agreement import spoil
-from tests.models import LAYERS
+from tests.models import LAYERS, VOCABULARY
 from tests.runtime import device
 
 PROMPTS = [[5, 6], [9, 8, 7, 6, 5, 4, 3], [11, 4, 50]]
@@ -74,8 +74,9 @@ def test_routes_that_are_evicted_take_their_graphs_with_them(load: Load, monkeyp
 
 def test_a_row_ends_at_its_stop_token_and_the_run_with_the_last_row(load: Load) -> None:
     generator, host = load(True), load(False)
-    whole = _ids(generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True))
-    model = dataclasses.replace(generator.manifest.model, eos_token_ids=(whole[0][5],))
+    whole = _ids(host.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True))
+    another = next(token for token in range(VOCABULARY) if token not in whole[0])
+    model = dataclasses.replace(generator.manifest.model, eos_token_ids=(another, whole[0][5]))
     for each in (generator, host):
         each.manifest = dataclasses.replace(each.manifest, model=model)
     first, second = (each.generate(PROMPTS, max_new_tokens=NEW) for each in (generator, host))

@@ -231,6 +231,8 @@ def test_rows_that_have_run_or_hold_no_ids_are_refused(generator: Generator) -> 
         pass
     with pytest.raises(CapacityError, match="prompt 1: has tokens from an earlier run; create a new Row"):
         next(generator.stream(rows[::-1], max_new_tokens=3, sampling=Sampling()))
+    with pytest.raises(CapacityError, match="prompt 0: has tokens from an earlier run; create a new Row"):
+        next(generator.stream([Row(prompt_ids=PROMPT, finish_reason="stop")], max_new_tokens=3, sampling=Sampling()))
     with pytest.raises(CapacityError, match="there is no prompt; give at least one"):
         next(generator.stream([], max_new_tokens=3, sampling=Sampling()))
     with pytest.raises(CapacityError, match="rows: the same Row is given twice; create one per prompt"):

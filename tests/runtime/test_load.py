@@ -47,6 +47,12 @@ def test_a_second_load_that_wants_another_pool_is_warned_that_the_first_one_stay
     assert caplog.messages == ["threads=1 has no effect: this process's first load created a pool of 7"]
 
 
+@pytest.mark.parametrize("chunk", [0, -1])
+def test_a_chunk_without_tokens_is_refused(chunk: int, zoo: Zoo) -> None:
+    with pytest.raises(CapacityError, match=rf"^--prefill-chunk: {chunk} is not a positive count; choose 1 or more$"):
+        skipdecode.load(zoo.bundle("llama"), prefill_chunk=chunk)
+
+
 def test_a_folder_whose_name_is_not_utf8_is_refused(zoo: Zoo, tmp_path: Path) -> None:
     bundle = tmp_path / os.fsdecode(b"b\xfcn")
     bundle.symlink_to(zoo.bundle("llama"))
