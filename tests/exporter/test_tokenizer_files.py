@@ -180,6 +180,17 @@ def test_files_for_c_services_give_the_ids_around_a_text_the_length_and_a_class_
     assert written["tokenizer_config"] == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
 
 
+def test_the_ids_after_a_text_follow_all_of_its_own(tmp_path: Path) -> None:
+    (bundle := tmp_path / "bundle").mkdir()
+    own = tokenizers.Tokenizer(tokenizers.models.BPE({"▁": 0, "a": 1, "</s>": 2}, []))
+    own.normalizer = tokenizers.normalizers.Prepend("▁")  # so that "a" has two ids
+    own.post_processor = tokenizers.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    own.save(str(tmp_path / "tokenizer.json"))
+    copy_tokenizer(tmp_path, bundle, CONFIGS["llama"](), MAX_LENGTH)
+    written = json.loads((bundle / "tokenization.json").read_text())
+    assert (written["before"], written["after"]) == ([], [2])
+
+
 def test_the_files_of_a_chat_checkpoint_are_copied_into_its_bundle(tmp_path: Path) -> None:
     (model := tmp_path / "model").mkdir()
     (bundle := tmp_path / "bundle").mkdir()
@@ -198,6 +209,8 @@ def test_the_files_of_a_chat_checkpoint_are_copied_into_its_bundle(tmp_path: Pat
     copy_tokenizer(model, bundle, CONFIGS["llama"](), MAX_LENGTH)
     for name in (*names, "tokenizer.json"):
         assert (bundle / name).read_bytes() == (model / name).read_bytes()
+    made = json.loads((bundle / "tokenizer_config.json").read_text())
+    assert made == {"tokenizer_class": "PreTrainedTokenizerFast"}, "C++ needs one where the checkpoint has none"
 
 
 def test_a_model_without_a_checkpoint_has_its_configuration_and_no_tokenizer(tmp_path: Path) -> None:
