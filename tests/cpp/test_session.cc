@@ -96,6 +96,19 @@ TEST_CASE("a row whose prompt runs in parts gets the same tokens as alone, and s
   }
 }
 
+TEST_CASE("with anchor absolute a prompt in parts waits next to the last place, and runs at once where that is taken") {
+  for (const char* variable : kBundles) {
+    INFO(variable);
+    Rows rows(variable);
+    for (const size_t prompt : {1, 2, 3}) rows.Add(prompt, 9, 0);
+    rows.Step(2);
+    const bool absolute = std::string(variable).find("ABSOLUTE") != std::string::npos;
+    CHECK((rows.AddInParts(0, 9, 0) == 1) == absolute);
+    rows.StepToEnd();
+    REQUIRE(rows.found == rows.wanted);
+  }
+}
+
 TEST_CASE("while a prompt runs in parts no other can start, and when it is cancelled its place is free") {
   const skipdecode::Bundle& bundle = Bundle();
   skipdecode::Session session(bundle, Room(2));

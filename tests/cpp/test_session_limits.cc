@@ -89,6 +89,7 @@ TEST_CASE("a last token that ends sequences is a stop, even if max_new_tokens is
     options.ignore_eos = 0;
     options.max_new_tokens = static_cast<uint32_t>(TokensAlone(Bundle(), kPrompts[0], options).size());
     if (options.max_new_tokens == 20) continue;
+    CHECK(TokensAlone(Bundle(), kPrompts[0], Options(20, seed)).size() == 20);  // which ignore_eos goes on after
     skd_finish last = SKD_FINISH_NONE;
     skipdecode::Generate(Bundle(), {kPrompts[0]}, options, [&last](const skd_event& event) {
       last = event.finish;
