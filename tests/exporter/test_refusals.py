@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from skipdecode.errors import BundleError, ModelNotSupportedError, SkipDecodeError, TargetError
 from skipdecode.exporter import cpu_target
 from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.models import MAX_LENGTH
 from tests.zoo import Zoo, edit_config
@@ -89,6 +90,8 @@ def test_a_model_of_one_position_is_refused_where_no_length_is_given(zoo: Zoo, t
         ({"max_batch": 10**23}, TargetError, "--max-batch: 10{23} is out of range"),
         ({"max_length": 1}, TargetError, "--max-length: 1 leaves no token to generate; choose 2 or more"),
         ({"max_length": 2**24 + 1}, TargetError, "--max-length: 16777217 is longer than any row; choose 16777216 or less"),
+        ({"builder": BuilderOptions(workspace_mib=0)}, TargetError, r"^--workspace: 0 MiB is out of range; choose 1\.\."),
+        ({"builder": BuilderOptions(optimization_level=6)}, TargetError, "^--optimization-level: 6 is unknown; choose 0 "),
         ({"max_length": 65}, ModelNotSupportedError, "the model has 64 positions"),
         ({"schedule": ScheduleRequest(name="wibble")}, SkipDecodeError, "choose one of"),
     ],
