@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 from skipdecode.exporter import adapter_config, cli, command
 from skipdecode.exporter.export import ExportRequest
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
-from skipdecode.schedule import Anchor
+from skipdecode.schedule import Anchor, Schedule
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.exporter.without_torch import SKIP_EXPORT
+from tests.manifests import make_manifest
 
 ALL = (
     "--schedule power --speedup 3 --max-layers 20 --min-layers 4 --warmup-layers 2 --span 30 --alpha 0.9 --anchor absolute"
@@ -81,3 +83,16 @@ def test_progress_is_reported_from_the_start_of_an_export(
     monkeypatch.setattr(cli, "export", lambda request, report: report("exporting", 0.5))
     assert command.main([model, "--out", "bundle", "--quiet"]) == 0
     assert reported == [*first, "importing torch and transformers", "exporting"]
+
+
+@pytest.mark.parametrize(("anchor", "enough"), [(Anchor.GENERATED, 6), (Anchor.ABSOLUTE, 5)])
+def test_a_schedule_ends_within_a_row_if_the_last_token_that_is_fed_has_its_fewest_layers(
+    anchor: Anchor, enough: int, tmp_path: Path
+) -> None:
+    """Position 3 feeds the fourth token of a row; with anchor `generated` the fifth, because a prompt has at least one."""
+    schedule = Schedule(name="table", num_layers=6, warmup_layers=1, layers=(6, 5, 4, 3), anchor=anchor)
+    made, request = make_manifest(schedule, tmp_path), ExportRequest(model="m", out=tmp_path, random_weights=True)
+    for length in (2, enough - 1, enough):
+        limited = dataclasses.replace(made, limits=dataclasses.replace(made.limits, max_length=length))
+        warned = [message for message in cli._warnings(limited, request) if "none reaches 3 layers" in message]
+        assert len(warned) == (length < enough), length
