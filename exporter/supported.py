@@ -103,12 +103,26 @@ def check_supported(config: Any, max_length: int) -> None:
             config, "has linear attention biases (ALiBi) in bf16, rounded in a way that no operator reproduces"
         )
     _check_rotary(config, max_length)
-    # MPT's name; the others'
-    positions = declared_setting(config, "max_seq_len") or getattr(config, "max_position_embeddings", None)
+    positions = _positions(config)
     if positions and max_length > positions:
         raise ModelNotSupportedError(
             f"--max-length {max_length}: the model has {positions} positions", f"choose {positions} or less"
         )
+
+
+def _positions(config: Any) -> int | None:
+    """The positions that the model is made for.
+
+    yarn stretches the original length by a factor. Whoever adds it to a config.json, as Qwen's model cards tell to, leaves
+    `max_position_embeddings` as it is, and transformers does not read that then.
+    """
+    # MPT's name; the others'
+    positions: int | None = declared_setting(config, "max_seq_len") or getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    original, factor = (rope.get(name) for name in ("original_max_position_embeddings", "factor"))
+    if positions and rope.get("rope_type") == "yarn" and isinstance(original, int) and isinstance(factor, (int, float)):
+        return max(positions, int(original * factor))
+    return positions
 
 
 def check_causal(config: Any) -> None:

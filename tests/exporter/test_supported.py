@@ -62,6 +62,19 @@ def test_falcons_linear_biases_and_lengths_beyond_mpts_own_are_refused() -> None
         check_supported(config, config.max_seq_len + 1)
 
 
+@pytest.mark.parametrize("factor", [4.0, 0.5])
+def test_yarn_reaches_its_factor_times_the_original_length_whatever_the_positions_in_config_json(factor: float) -> None:
+    """Qwen's model cards tell to add it, and leave max_position_embeddings as it is; 0.5: the model's own positions stay."""
+    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 32}
+    settings = {**CONFIGS["qwen3"]().to_dict(), "rope_parameters": None, "rope_scaling": scaling, "max_position_embeddings": 40}
+    config, longest = type(CONFIGS["qwen3"]())(**settings), 128 if factor > 1 else 40
+    check_supported(config, longest)
+    with pytest.raises(ModelNotSupportedError, match=f"the model has {longest} positions"):
+        check_supported(config, longest + 1)
+    config.rope_parameters["factor"] = "4.0"  # which transformers refuses when the model is built
+    check_supported(config, 40)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
