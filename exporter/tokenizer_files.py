@@ -82,21 +82,32 @@ def _copy(names: Iterable[str], folder: Path, bundle: Path) -> None:
 
 
 def _python_class(settings: dict[str, Any], model_type: str) -> str | None:
-    """The name of transformers' class for a tokenizer that has no other form than its Python code; None: it has one."""
+    """The name of transformers' class for a tokenizer that has no other form than its Python code; None: it has one.
+
+    mistral-common's, which transformers prefers where that library is installed, stands for one that has.
+    """
     from transformers import TokenizersBackend
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
     name = settings.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(model_type)
     found = tokenizer_class_from_name(name) if isinstance(name, str) else None
-    return None if found is None or issubclass(found, TokenizersBackend) else found.__name__
+    if found is None or issubclass(found, TokenizersBackend) or found.__name__ == "MistralCommonBackend":
+        return None
+    class_name: str = found.__name__
+    return class_name
+
+
+def _read_with_transformers(folder: Path) -> Any:
+    """transformers' tokenizer; without `mistral_format` it might be that of mistral-common, which has no tokenizer.json."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, mistral_format=False)
 
 
 def _convert(folder: Path, path: Path) -> None:
-    from transformers import AutoTokenizer
-
     try:
         with _panics_as_errors():
-            AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer.save(str(path))
+            _read_with_transformers(folder).backend_tokenizer.save(str(path))
     except Exception as error:  # tokenizers raises plain Exception, and what transformers raises depends on the tokenizer
         in_sentencepiece = any((folder / name).exists() for name in OLDER_TOKENIZERS if name.endswith(".model"))
         if in_sentencepiece and find_spec("sentencepiece") is None:
@@ -117,12 +128,10 @@ def _add_missing_tokens(folder: Path, path: Path, vocab_size: int) -> Any:
     Returns:
         transformers' tokenizer; None if it cannot be read, or if the two are known to differ.
     """
-    from transformers import AutoTokenizer
-
     tokenizer = _open_tokenizer(path, folder)
     try:
         with _panics_as_errors():
-            hf_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            hf_tokenizer = _read_with_transformers(folder)
             added_tokens = hf_tokenizer.backend_tokenizer.get_added_tokens_decoder()
     except Exception as error:  # as above; tokenizer.json is enough by itself, also with a class that transformers does not know
         logger.warning(

@@ -213,6 +213,34 @@ def test_the_files_of_a_chat_checkpoint_are_copied_into_its_bundle(tmp_path: Pat
     assert made == {"tokenizer_class": "PreTrainedTokenizerFast"}, "C++ needs one where the checkpoint has none"
 
 
+def test_mistral_common_where_it_is_installed_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers then names its class for Mistral's models, and opens it for a folder that has tekken.json, too."""
+    own = tokenizers.Tokenizer.from_file(str(_E2E / "tokenizer.json"))
+    size = own.get_vocab_size()
+    loaded = SimpleNamespace(backend_tokenizer=own, __call__=lambda text: {"input_ids": own.encode(text).ids})
+    opened: list[dict[str, Any]] = []
+
+    def open_tokenizer(folder: Path, **settings: Any) -> Any:
+        opened.append(settings)
+        return loaded if settings.get("mistral_format") is False else SimpleNamespace()  # of mistral-common
+
+    own.add_special_tokens(["<|im_end|>"])
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", open_tokenizer)
+    mapping = transformers.models.auto.tokenization_auto
+    monkeypatch.setitem(mapping.TOKENIZER_MAPPING_NAMES, "mistral", "MistralCommonBackend")
+    monkeypatch.setitem(mapping.REGISTERED_TOKENIZER_CLASSES, "MistralCommonBackend", type("MistralCommonBackend", (), {}))
+    for name in ("tokenizer.json", "tokenizer.model"):
+        (model := tmp_path / name.replace(".", "_")).mkdir()
+        (bundle := model / "bundle").mkdir()
+        shutil.copyfile(_E2E / "tokenizer.json", model / name)
+        copy_tokenizer(model, bundle, transformers.MistralConfig(vocab_size=size + 1), MAX_LENGTH)
+        made = tokenizers.Tokenizer.from_file(str(bundle / "tokenizer.json"))
+        assert made.token_to_id("<|im_end|>") == size
+    assert len(opened) == 2 and caplog.messages == []
+
+
 def test_a_model_without_a_checkpoint_has_its_configuration_and_no_tokenizer(tmp_path: Path) -> None:
     copy_settings(None, tmp_path, CONFIGS["llama"]())
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
