@@ -23,6 +23,8 @@ _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json",
     "chat_template.jinja",
 )  # fmt: skip
+# in which Mistral, Moonshot and Tencent store tokenizers; transformers reads some, but without the ids or splits of their models
+_UNREAD_TOKENIZERS = ("tekken.json", "tokenizer.model.v*", "*.tiktoken", "tiktoken.model", "tokenizer_config.json")
 # on which tokenizers are known to differ: runs of spaces, numbers, contractions, scripts, characters outside the vocabulary, code
 _SAMPLES = (
     "", " The quick brown fox.", "  two   spaces\tand tabs\n\n\nlines ", "12345 3.14 1,000 9th", "don't I'LL we've (a)b [c]d",
@@ -65,6 +67,8 @@ def copy_tokenizer(folder: Path, bundle: Path, config: Any, max_length: int) -> 
             logger.warning("its tokenizer is left out: %s is Python code, of which there is no tokenizer.json", python_class)
     elif (bundle / "tokenizer.json").exists():
         hf_tokenizer = _add_missing_tokens(folder, bundle / "tokenizer.json", config.vocab_size)
+    else:
+        _warn_of_unread(folder)
     if not (bundle / "tokenizer.json").exists():
         return
     if settings.get("tokenizer_class", "TokenizersBackend") == "TokenizersBackend":
@@ -95,6 +99,16 @@ def _python_class(settings: dict[str, Any], model_type: str) -> str | None:
         return None
     class_name: str = found.__name__
     return class_name
+
+
+def _warn_of_unread(folder: Path) -> None:
+    """Warn, where there is no tokenizer that can be read, of the files of one that cannot."""
+    names = sorted({path.name for pattern in _UNREAD_TOKENIZERS for path in folder.glob(pattern)})
+    if names:
+        logger.warning(
+            "its tokenizer is left out, so the bundle takes only token ids: %s cannot be read; put a tokenizer.json there",
+            " and ".join(names),
+        )  # fmt: skip
 
 
 def _read_with_transformers(folder: Path) -> Any:

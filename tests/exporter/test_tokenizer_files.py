@@ -213,6 +213,24 @@ def test_the_files_of_a_chat_checkpoint_are_copied_into_its_bundle(tmp_path: Pat
     assert made == {"tokenizer_class": "PreTrainedTokenizerFast"}, "C++ needs one where the checkpoint has none"
 
 
+@pytest.mark.parametrize("name", ["tekken.json", "tiktoken.model", "hy.tiktoken", "tokenizer.model.v3", "tokenizer_config.json"])
+def test_a_tokenizer_in_a_form_that_cannot_be_read_is_warned_of(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (model := tmp_path / "model").mkdir()
+    (bundle := tmp_path / "bundle").mkdir()
+    (model / name).write_text("{}")
+    copy_tokenizer(model, bundle, CONFIGS["mistral"](), MAX_LENGTH)
+    (message,) = caplog.messages
+    assert message.startswith("its tokenizer is left out") and name in message and message.endswith("put a tokenizer.json there")
+
+
+def test_a_folder_without_a_tokenizer_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (bundle := tmp_path / "bundle").mkdir()
+    copy_tokenizer(tmp_path, bundle, CONFIGS["mistral"](), MAX_LENGTH)
+    assert caplog.messages == [] and list(bundle.iterdir()) == []
+
+
 def test_mistral_common_where_it_is_installed_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
