@@ -40,11 +40,10 @@ def choose_max_length(request: ExportRequest, config: Any) -> int:
     """
     if request.max_length is not None:
         return request.max_length
-    longest = getattr(config, "max_position_embeddings", None)
+    name = "max_seq_len" if config.model_type == "mpt" else "max_position_embeddings"
+    longest = getattr(config, name, None)
     if longest == 1:
-        raise ModelNotSupportedError(
-            "max_position_embeddings is 1, which leaves no token to generate", "correct it", where=config_origin(config)
-        )
+        raise ModelNotSupportedError(f"{name} is 1, which leaves no token to generate", "correct it", where=config_origin(config))
     return min(DEFAULT_MAX_LENGTH, longest) if isinstance(longest, int) and longest > 0 else DEFAULT_MAX_LENGTH
 
 

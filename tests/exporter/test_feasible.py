@@ -20,9 +20,11 @@ from tests.zoo import Zoo
     ("positions", "longest"), [(64, 64), (2048, 2048), (131_072, 2048), (None, 2048), (-1, 2048), ("many", 2048)]
 )
 def test_a_row_is_by_default_as_long_as_the_model_takes_and_at_most_2048_tokens(positions: object, longest: int) -> None:
-    config = SimpleNamespace(max_position_embeddings=positions)
+    config = SimpleNamespace(model_type="llama", max_position_embeddings=positions)
     assert feasible.choose_max_length(ExportRequest(model="", out=Path()), config) == longest
     assert feasible.choose_max_length(ExportRequest(model="", out=Path(), max_length=4096), config) == 4096
+    mpt = SimpleNamespace(model_type="mpt", max_seq_len=positions)
+    assert feasible.choose_max_length(ExportRequest(model="", out=Path()), mpt) == longest
 
 
 @pytest.mark.parametrize(("target", "says"), [("cpu", "^too old$"), ("cuda", "the bundle needs")])
