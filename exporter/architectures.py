@@ -255,6 +255,11 @@ def experts_per_token(config: Any) -> int | list[int]:
     return count
 
 
+def positions_setting(config: Any) -> str:
+    """The name of the setting that holds how many positions the model has."""
+    return "max_seq_len" if config.model_type == "mpt" else "max_position_embeddings"
+
+
 def layer_kind(config: Any, layer: int) -> str | None:
     """The entry of `layer_kinds` for `layer`."""
     kinds = layer_kinds(config)

@@ -12,7 +12,7 @@ import torch
 from skipdecode import manifest
 from skipdecode.cuda_driver import Gpu, gpu_at_hand
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
-from skipdecode.exporter.architectures import EXPERTS_GELU
+from skipdecode.exporter.architectures import EXPERTS_GELU, positions_setting
 from skipdecode.exporter.config_json import config_origin
 from skipdecode.exporter.request import DEFAULT_MAX_LENGTH, QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.skeleton import Skeleton
@@ -40,7 +40,7 @@ def choose_max_length(request: ExportRequest, config: Any) -> int:
     """
     if request.max_length is not None:
         return request.max_length
-    name = "max_seq_len" if config.model_type == "mpt" else "max_position_embeddings"
+    name = positions_setting(config)
     longest = getattr(config, name, None)
     if longest == 1:
         raise ModelNotSupportedError(f"{name} is 1, which leaves no token to generate", "correct it", where=config_origin(config))

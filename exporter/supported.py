@@ -22,6 +22,7 @@ from skipdecode.exporter.architectures import (
     layer_configs,
     layer_keys,
     layer_kinds,
+    positions_setting,
     unsupported_error,
 )
 from skipdecode.exporter.config_json import config_origin
@@ -116,8 +117,7 @@ def _positions(config: Any) -> int | None:
     yarn stretches the original length by a factor. Whoever adds it to a config.json, as Qwen's model cards tell to, leaves
     `max_position_embeddings` as it is, and transformers does not read that then.
     """
-    # MPT's name; the others'
-    positions: int | None = declared_setting(config, "max_seq_len") or getattr(config, "max_position_embeddings", None)
+    positions: int | None = getattr(config, positions_setting(config), None)
     rope = getattr(config, "rope_parameters", None) or {}
     original, factor = (rope.get(name) for name in ("original_max_position_embeddings", "factor"))
     if positions and rope.get("rope_type") == "yarn" and isinstance(original, int) and isinstance(factor, (int, float)):

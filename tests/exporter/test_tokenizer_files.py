@@ -237,12 +237,17 @@ def test_mistral_common_where_it_is_installed_changes_nothing(
     """transformers then names its class for Mistral's models, and opens it for a folder that has tekken.json, too."""
     own = tokenizers.Tokenizer.from_file(str(_E2E / "tokenizer.json"))
     size = own.get_vocab_size()
-    loaded = SimpleNamespace(backend_tokenizer=own, __call__=lambda text: {"input_ids": own.encode(text).ids})
     opened: list[dict[str, Any]] = []
+
+    class Loaded:
+        backend_tokenizer = own
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": own.encode(text).ids}
 
     def open_tokenizer(folder: Path, **settings: Any) -> Any:
         opened.append(settings)
-        return loaded if settings.get("mistral_format") is False else SimpleNamespace()  # of mistral-common
+        return Loaded() if settings.get("mistral_format") is False else SimpleNamespace()  # of mistral-common
 
     own.add_special_tokens(["<|im_end|>"])
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", open_tokenizer)
