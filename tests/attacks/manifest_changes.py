@@ -68,6 +68,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "depth_beyond_an_index": (lambda d: d["model"].update(num_layers=2**70), "num_layers differs"),
     "negative_depth": (lambda d: d["model"].update(num_layers=-1), "num_layers differs"),
     "states_in_no_layer": (lambda d: _keep(d, {**STATES, "layers": [DEPTH]}), NO_STATES),
+    "states_in_a_layer_below_all": (lambda d: _keep(d, {**STATES, "layers": [-1, 2]}), NO_STATES),
     "states_in_a_layer_twice": (lambda d: _keep(d, {**STATES, "layers": [1, 1]}), NO_STATES),
     "states_in_a_layer_of_two_groups": (lambda d: _keep(d, STATES, {**STATES, "layers": [1, 2]}), NO_STATES),
     "state_of_no_channels": (lambda d: _keep(d, {**STATES, "states": [{"name": "a", "shape": [0, 3]}]}), NO_STATES),
@@ -100,11 +101,16 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda d: d["variants"].append({"name": "v", "num_layers": -5, "segments": [], "graph": None}),
         "does not climb",
     ),
+    "variant_of_no_layers": (
+        lambda d: d["variants"].append({"name": "v", "num_layers": 0, "segments": [], "graph": None}),
+        "does not climb",
+    ),
     "variant_deeper_than_memory": (
         lambda d: d["variants"].append({"name": "v", "num_layers": 2**62, "segments": [0], "graph": None}),
         "does not climb",
     ),
     "variant_with_a_segment_that_is_not_there": (lambda d: d["variants"][0]["segments"].append(99), "does not climb"),
+    "variant_that_counts_segments_from_the_last": (lambda d: d["variants"][0]["segments"].__setitem__(-1, -1), "does not climb"),
     "variant_of_all_layers_missing": (lambda d: d["variants"].pop(0), "variants lack one of the schedule's"),
     "variant_that_is_there_twice": (lambda d: d["variants"].append(d["variants"][0]), "variants are not distinct"),
     "variant_whose_graph_is_outside": (lambda d: d["variants"][0].update(graph="../x"), "outside the bundle"),
@@ -125,7 +131,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "path_that_climbs_out": (lambda d: d["files"][0].update(path="../x"), "outside the bundle"),
     "absolute_path_of_a_file_that_is_there": (lambda d: _add_this_file(d, ""), "outside the bundle"),
     "path_that_climbs_out_to_a_file_that_is_there": (lambda d: _add_this_file(d, "../" * 40), "outside the bundle"),
-    "backslash_path": (lambda d: d["files"][0].update(path="..\\x"), "outside the bundle"),
+    "backslash_path": (lambda d: d["files"].append({"path": "..\\x", "size": 0, "sha256": ""}), "outside the bundle"),
     "path_with_nothing_in_it": (lambda d: d["files"].append({"path": "", "size": 0, "sha256": ""}), "is missing"),
     "path_longer_than_a_name_may_be": (
         lambda d: d["files"].append({"path": "a" * 300, "size": 0, "sha256": ""}),
