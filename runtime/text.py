@@ -93,8 +93,7 @@ class TextStream:
 
     def end(self) -> str:
         """The text that was still waiting for the rest of a character's bytes."""
-        piece, self._emitted_count = self._pending_text(), len(self._ids)
-        return piece
+        return self._pending_text()
 
     def _pending_text(self) -> str:
         return self._tokenizer.decode(self._ids)[len(self._tokenizer.decode(self._ids[: self._emitted_count])) :]

@@ -67,6 +67,14 @@ def test_a_piece_comes_when_its_characters_are_complete(tokens: list[str], piece
     assert _streamed(BYTE_FALLBACK, ids) == pieces
 
 
+def test_a_token_is_decoded_with_those_of_the_last_piece_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding all of a long text again for each of its tokens would take longer and longer."""
+    decode, given = Tokenizer.decode, []
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: (given.append(len(ids)), decode(self, ids))[1])
+    assert "".join(_streamed(BYTE_LEVEL, BYTE_LEVEL.encode("hehe!" * 9))) == "hehe!" * 9
+    assert max(given) == 2
+
+
 def test_text_that_is_not_utf_8_is_refused_in_one_line() -> None:
     with pytest.raises(CapacityError, match=r"^prompt: 'a.udcff' is not UTF-8; write it in UTF-8$"):
         BYTE_LEVEL.encode("a\udcff")
