@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import skipdecode
+from skipdecode import decoder as decoders
+from skipdecode.decoder import Route
 from skipdecode.errors import CapacityError, TargetError
-from skipdecode.schedule import Anchor
+from skipdecode.schedule import Anchor, Schedule
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from tests.models import LAYERS
 from tests.zoo import Zoo
@@ -51,6 +53,21 @@ def test_rows_that_were_dropped_are_computed_no_more(zoo: Zoo) -> None:
     logits[:] = keys[:] = np.nan
     decoder.decode_step([8, 9])
     assert np.isnan(logits).all() and np.isnan(keys).all() and np.isfinite(decoder.logits).all()
+
+
+def test_of_all_routes_the_one_that_was_not_taken_for_longest_is_dropped(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "MAX_ROUTES", 2)
+    schedule = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(6, 5, 4), anchor=Anchor.ABSOLUTE)
+    decoder = skipdecode.load(zoo.bundle("llama")).decoder([2], STEPS, schedule)
+
+    def route_at(length: int) -> Route:
+        decoder.rewind(0, length)
+        return decoder.route()
+
+    first, second = route_at(0), route_at(1)
+    assert route_at(0) is first
+    third = route_at(2)
+    assert (route_at(0) is first, route_at(2) is third, route_at(1) is second) == (True, True, False)
 
 
 def test_steps_that_the_kv_buffer_has_no_room_for_are_refused(zoo: Zoo, capfd: pytest.CaptureFixture[str]) -> None:

@@ -140,17 +140,19 @@ def test_after_a_failed_capture_the_loop_goes_on_with_calls_and_warns_once(
 
 @pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
 def test_steps_can_be_measured_again_at_any_position(load: Load) -> None:
-    loop = load(True).device_loop([2], NEW, full_depth(LAYERS))
+    loop = load(True).device_loop([2], NEW + 5, full_depth(LAYERS))
 
     def chosen() -> list[int]:
         return [int(tokens[0]) for tokens, _ in loop.tokens([PROMPTS[0]], NEW, Sampling(), np.arange(1), ())]
 
     first = chosen()
+    loop._tokens[:] = -1
     loop.rewind(3, 5)
     for _ in range(4):
         assert loop.step() == LAYERS
     loop.wait()
     assert loop.decoder.kv.lengths.tolist() == [9]
+    assert [token >= 0 for token in loop._tokens[:, 0]] == [True] * 4 + [False] * (NEW + 1), "steps are counted from 0 again"
     assert chosen() == first
 
 

@@ -15,14 +15,16 @@ import pytest
 
 import skipdecode
 from skipdecode import manifest as manifests
+from skipdecode import targets
 from skipdecode.cpu import cpu_features
 from skipdecode.device import HostDevice
 from skipdecode.engines import tensorrt_library
-from skipdecode.errors import TargetError
+from skipdecode.errors import CapacityError, TargetError
 from skipdecode.schedule import Anchor, full_depth
 from skipdecode.targets import choose_target, load_engines
 from tests.manifests import make_manifest
 from tests.runtime import device
+from tests.zoo import Zoo
 
 Bundles = Callable[[Anchor], Path]
 
@@ -37,6 +39,12 @@ def test_the_default_is_cpu_or_else_the_first_target(names: tuple[str, ...], cho
     assert choose_target(manifest, tmp_path, None).name == chosen
     for name in names:
         assert choose_target(manifest, tmp_path, name).name == name
+
+
+def test_a_bundle_of_no_targets_is_refused(tmp_path: Path) -> None:
+    manifest = dataclasses.replace(make_manifest(full_depth(6), tmp_path), targets=())
+    with pytest.raises(TargetError, match="target 'cpu' is not in this bundle; choose from none"):
+        choose_target(manifest, tmp_path, None)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +117,26 @@ def test_plans_that_tensorrt_built_on_another_gpu_are_refused(tensorrt_bundle: P
     says = r"the plans are for sm89, but this GPU is sm86; export the model again with --target tensorrt --force$"
     with pytest.raises(TargetError, match=says):
         skipdecode.load(tensorrt_bundle, target="tensorrt")
+
+
+def test_kernels_are_kept_for_each_kind_of_gpu_and_each_bundle(tmp_path: Path) -> None:
+    for name, content in (("one", "{}"), ("copy", "{}"), ("other", "{ }")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / manifests.MANIFEST).write_text(content)
+    one, copy, other, elsewhere = (
+        targets._kernel_file(tmp_path / name, gpu)
+        for name, gpu in (("one", "H100"), ("copy", "H100"), ("other", "H100"), ("one", "L4"))
+    )
+    assert one == copy and len({one, other, elsewhere}) == 3
+
+
+def test_engines_that_do_not_fit_in_memory_are_reported_in_one_line(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(targets, "OrtEngine", load)
+    with pytest.raises(CapacityError, match=r"opt\.bundle: does not fit in memory; free some memory$"):
+        skipdecode.load(zoo.bundle("opt"))
 
 
 def test_without_a_gpu_plans_are_refused_in_one_line(gpu_bundle: Bundles) -> None:
