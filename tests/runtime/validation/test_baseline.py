@@ -136,6 +136,14 @@ def test_a_run_from_before_the_gpu_was_named_is_compared() -> None:
     assert compare(new, old)["differs"] == []
 
 
+def test_a_workload_of_one_new_token_has_no_time_of_a_step_to_compare(tmp_path: Path) -> None:
+    new = copy.deepcopy(RUN)
+    new["targets"][0]["workloads"][0]["own"]["token_ms"] = None
+    (path := tmp_path / "old.json").write_text(json.dumps(new))
+    names = [row["name"] for row in compare(new, read_baseline(path))["rows"]]
+    assert names[2:] == ["cpu, workload, batch 1: first token"]
+
+
 @pytest.mark.parametrize(("setting", "value"), [("new_tokens", 2), ("workload", [{"prompt_tokens": 64, "new_tokens": 65}])])
 def test_workloads_of_other_lengths_are_not_compared(setting: str, value: Any) -> None:
     new = copy.deepcopy(RUN)
@@ -154,6 +162,7 @@ def test_workloads_of_other_lengths_are_not_compared(setting: str, value: Any) -
         '{"a": 1}',
         '{"validation_format": 1, "targets": 3}',
         '{"validation_format": 1, "machine": [], "targets": []}',
+        json.dumps({key: value for key, value in RUN.items() if key != "validation_format"}),
         json.dumps({**RUN, "settings": {}}),
         json.dumps({**RUN, "bundle": None}),
         json.dumps({**RUN, "resumed": "3"}),

@@ -21,6 +21,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_measurements_from_before_the_kill_are_not_repeated() -> None:
     first = Journal({"bundle": "a"})
     assert first.once("x", lambda: {"ms": (1, 2)}) == {"ms": [1, 2]}
+    assert first.once("x", lambda: pytest.fail("measured again")) == {"ms": [1, 2]}
     again = Journal({"bundle": "a"})
     assert again.resumed == 1
     assert again.once("x", lambda: pytest.fail("measured again")) == {"ms": [1, 2]}
@@ -50,6 +51,7 @@ def test_a_line_torn_by_the_kill_is_measured_again() -> None:
         lambda line: line.replace("1.5", '"x"'),
         lambda line: line.replace('"ms"', '"mt"'),
         lambda line: line.replace('"x"', '"y"'),
+        lambda line: line.replace("1.5", "\udcff"),  # not UTF-8
         lambda line: '["x", "x"]',
         lambda line: '["x", {"ms": 1.5}]',  # without a checksum
         lambda line: '["x", {"ms": 1.5}, null]',
@@ -62,7 +64,7 @@ def test_a_damaged_line_is_measured_again(damage: Callable[[str], str]) -> None:
     journal.once("x", lambda: {"ms": 1.5})
     line = journal.path.read_text().strip()
     assert damage(line) != line
-    journal.path.write_text(f"\n{damage(line)}\n")
+    journal.path.write_text(f"\n{damage(line)}\n", errors="surrogateescape")
     again = Journal({})
     assert (again.resumed, again.once("x", lambda: 2), again.once("y", lambda: 3)) == (0, 2, 3)
     assert Journal({}).resumed == 2
@@ -79,6 +81,8 @@ def test_a_finished_run_is_forgotten() -> None:
     journal.once("x", lambda: 1)
     journal.finish()
     assert Journal({}).resumed == 0
+    for ended in (journal, journal):  # another validation with the same settings may have ended meanwhile
+        ended.finish()
 
 
 def test_a_folder_that_cannot_be_written_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

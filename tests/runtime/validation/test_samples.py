@@ -37,7 +37,7 @@ def test_the_interval_covers_the_median_in_95_of_100_cases_whatever_the_number_o
 def test_a_single_measurement_is_its_own_median() -> None:
     summary = Summary.of([3.0])
     assert (summary.n, summary.median, summary.low, summary.high, summary.p99) == (1, 3.0, 3.0, 3.0, 3.0)
-    assert summary.spread == 0
+    assert summary.spread == Summary.of([0.0]).spread == 0
 
 
 def test_measures_take_turns_and_the_first_turn_does_not_count() -> None:

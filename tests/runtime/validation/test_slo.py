@@ -49,6 +49,8 @@ TARGET = {
 def test_the_worst_figure_decides(text: str, value: float, holds: bool) -> None:
     (row,) = judge([parse_slo(text)], TARGET)
     assert (row["value"], row["holds"]) == (value, holds)
+    turned = {**TARGET, "workloads": TARGET["workloads"][::-1], "parity": TARGET["parity"][::-1]}
+    assert judge([parse_slo(text)], turned) == [row]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,7 @@ def test_every_name_can_be_judged() -> None:
         ("p99_token_ms", "is not an objective"),
         ("", "is not an objective"),
         ("bleu>=1.2.3", "'1.2.3' is not a number"),
+        ("p99_token_ms<=1e999", "'1e999' is not a number"),
     ],
 )
 def test_an_objective_that_cannot_be_read_is_reported_in_one_line(text: str, says: str) -> None:
