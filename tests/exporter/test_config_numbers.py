@@ -68,6 +68,8 @@ def _changed(name: str, path: str, value: Any) -> Any:
         ("gpt_oss", "swiglu_limit", (0.0, -7.0)),  # compiling it kills the process
         ("hy_v3", "router_scaling_factor", (-0.5,)),  # would choose other experts
         ("deepseek_v3", "routed_scaling_factor", (-2.5, INFINITE)),
+        ("cohere2_moe", "rope_parameters.rope_theta", (0.0,)),  # no field of its configuration's
+        ("mamba2", "time_step_limit", ([NAN, INFINITE], [-INFINITE, 1.0])),
     ],
 )
 def test_a_number_that_no_model_can_compute_with_is_refused_by_its_settings_name(
@@ -90,6 +92,7 @@ def test_a_number_that_no_model_can_compute_with_is_refused_by_its_settings_name
         ("phi", "rope_parameters.partial_rotary_factor", 0.125),  # two of a head's 16 numbers
         ("gemma2", "attn_logit_softcapping", None),
         ("granite", "residual_multiplier", 0.0),
+        ("mamba2", "time_step_limit", [0.5, INFINITE]),
         ("laguna", "moe_router_logit_softcapping", 0.0),  # off, its default
         ("gemma3", "rope_parameters.full_attention", LONGROPE),
         ("llama", "logits_scaling", math.nan),  # Granite's, which Llama's code does not read

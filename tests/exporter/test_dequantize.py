@@ -16,7 +16,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 
-from skipdecode.exporter import cli, command, reference_run
+from skipdecode.exporter import cli, command, dequantize, reference_run
 from skipdecode.exporter.checkpoint_folder import Checkpoint
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.layout import Report
@@ -249,6 +249,21 @@ def test_a_modelopt_file_that_says_nothing_of_weights_leaves_them_as_they_are(se
     folder = shutil.copytree(zoo.checkpoint("llama"), tmp_path / "model")
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
     assert_reads(folder, zoo.model("llama").state_dict())
+
+
+def test_zero_points_of_rows_that_do_not_fill_their_last_word_are_unpacked() -> None:
+    torch.manual_seed(0)
+    levels, zeros, scales = torch.randint(16, (12, 64)), torch.randint(16, (12, 2)), torch.rand(12, 2)
+
+    def packed(numbers: torch.Tensor) -> torch.Tensor:  # eight along the last axis
+        return (numbers.unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
+
+    stored = {
+        "weight_packed": packed(levels), "weight_scale": scales, "weight_shape": torch.tensor([12, 64]),
+        "weight_zero_point": packed(torch.nn.functional.pad(zeros.T, (0, 4))).T,
+    }  # fmt: skip
+    expected = (levels - zeros.repeat_interleave(32, 1)) * scales.repeat_interleave(32, 1)
+    torch.testing.assert_close(dequantize._packed(stored, None), expected, rtol=0, atol=0)
 
 
 def test_gpt2s_transposed_matrices_are_unpacked_transposed(zoo: Zoo, tmp_path: Path) -> None:

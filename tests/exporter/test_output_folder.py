@@ -164,6 +164,7 @@ def test_a_bundle_that_a_killed_export_had_put_aside_is_restored_unless_another_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out, old = tmp_path / "bundle", tmp_path / ".bundle.replaced-0123abcd"
+    open_files = len(os.listdir("/proc/self/fd"))
     _write(old, OLD)
     os.utime(old, (1, 1))
     with pytest.raises(BundleError, match="exists already"), fresh_folder(out, force=False):
@@ -178,6 +179,7 @@ def test_a_bundle_that_a_killed_export_had_put_aside_is_restored_unless_another_
         f"restored {out}, which a killed export had moved aside",
         f"removed {old}, left behind by an export that was killed",
     ]
+    assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 @pytest.mark.parametrize("kind", ["partial", "replaced"])

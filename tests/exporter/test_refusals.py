@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from skipdecode.errors import BundleError, ModelNotSupportedError, SkipDecodeError, TargetError
+from skipdecode.errors import BundleError, ModelNotSupportedError, ScheduleError, SkipDecodeError, TargetError
 from skipdecode.exporter import cpu_target
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
@@ -100,6 +100,10 @@ def test_options_out_of_range_are_refused(
     zoo: Zoo, tmp_path: Path, changes: dict[str, object], kind: type[SkipDecodeError], says: str
 ) -> None:
     _refused(zoo.checkpoint("llama"), tmp_path / "outs" / "bundle", kind, says, **changes)
+
+
+def test_an_unknown_schedule_is_refused_before_the_model_is_looked_for(tmp_path: Path) -> None:
+    _refused("", tmp_path / "outs" / "bundle", ScheduleError, "choose one of", schedule=ScheduleRequest(name="wibble"))
 
 
 @pytest.mark.parametrize(

@@ -380,3 +380,13 @@ def test_a_tokenizer_that_cannot_be_converted_gives_one_line_before_any_weights_
         export(ExportRequest(model=str(folder), out=tmp_path / "bundle"))
     assert "\n" not in str(caught.value)
     assert installed or "tiktoken" not in str(caught.value)
+
+
+def test_the_package_for_sentencepiece_is_not_named_for_a_tokenizer_of_another_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_files, "find_spec", lambda name: None)
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).write_text("x")
+    with pytest.raises(ModelNotSupportedError, match=r"cannot be converted .*; put a tokenizer\.json there$"):
+        copy_tokenizer(tmp_path, tmp_path, CONFIGS["gpt2"](), MAX_LENGTH)
