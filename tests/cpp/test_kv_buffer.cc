@@ -102,7 +102,7 @@ TEST_CASE("a layer that no decode step computes takes no memory, not even for st
 }
 
 TEST_CASE("moving a row takes its valid slots and all of its states along and leaves other rows unchanged") {
-  Buffer buffer({5, 2, 5});
+  Buffer buffer({5, 2, 2});  // the last has fewer slots than the row has tokens
   for (const int64_t row : {0, 1, 2}) buffer.Fill(row, static_cast<float>(row + 1));
   buffer.kv().CopyRow(2, 0, 3);
   for (const size_t array : {0U, 1U}) {
@@ -111,7 +111,7 @@ TEST_CASE("moving a row takes its valid slots and all of its states along and le
       CHECK(std::count(keys.begin() + head * 20, keys.begin() + head * 20 + 12, 3.0F) == 12);
       CHECK(std::count(keys.begin() + head * 20 + 12, keys.begin() + (head + 1) * 20, 1.0F) == 8);
     }
-    CHECK(buffer.Row(1, array, 0) == buffer.Row(1, array, 2));
+    for (const int64_t layer : {1, 2}) CHECK(buffer.Row(layer, array, 0) == buffer.Row(layer, array, 2));
     for (const int64_t layer : {0, 1, 2}) {
       const Floats other = buffer.Row(layer, array, 1);
       CHECK(std::count(other.begin(), other.end(), 2.0F) == static_cast<int64_t>(other.size()));

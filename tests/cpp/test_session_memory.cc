@@ -69,6 +69,40 @@ TEST_CASE("a call that runs out of memory anywhere leaves the session as it was"
   }
 }
 
+TEST_CASE("a step that runs out of memory after a row has joined leaves nothing to the steps after that row has left") {
+  skd_session_options room = Room(2);
+  room.full_depth = 1;  // all steps of one row compute as many layers
+  Tokens wanted;
+  const auto take = [&wanted](const skd_event& event) { return wanted.push_back(event.token), true; };
+  skipdecode::Generate(Bundle(), {kPrompts[0]}, Options(6), take, true);
+  int failures = 0;
+  for (bool failed = true; failed; failures += failed ? 1 : 0) {
+    skipdecode::Session session(Bundle(), room);
+    std::map<uint64_t, Tokens> found;
+    const uint64_t row = session.Add(kPrompts[0], Options(6));
+    for (int step = 0; step < 2; ++step) AppendTokens(session.Step(), &found);
+    const uint64_t other = session.Add(kPrompts[1], Options(6));
+    session.Step();  // tells the first token of the row that has joined
+    std::vector<skd_event> events;
+    events.reserve(2);
+    FailAllocationAfter(failures);
+    try {
+      const auto& told = session.Step();
+      events.assign(told.begin(), told.end());
+      failed = false;
+    } catch (const skipdecode::Error&) {
+    } catch (const std::bad_alloc&) {  // from the C++ header's own code
+    }
+    StopFailingAllocations();
+    AppendTokens(events, &found);
+    session.Cancel(other);
+    while (AppendTokens(session.Step(), &found) > 0) {
+    }
+    REQUIRE(found[row] == wanted);
+  }
+  CHECK(failures > 10);
+}
+
 TEST_CASE("a prompt whose parts run out of memory anywhere can begin anew, and leaves the other rows as they were") {
   for (const auto& [variable, seed] : {std::pair("SKD_TEST_BUNDLE", 7U), std::pair("SKD_TEST_ABSOLUTE_HYBRID_BUNDLE", 0U)}) {
     const skipdecode::Bundle& bundle = Bundle(variable);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,3 +31,16 @@ def bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_both_runtimes_give_the_same_results(lengths: str, bundle: Path, driver: Driver) -> None:
     assert_agrees_with_python(driver, bundle, LENGTHS[lengths])
+
+
+def test_a_schedule_that_skips_layers_whose_keys_others_read_is_refused(bundle: Path, tmp_path: Path, driver: Driver) -> None:
+    """Only a bundle of full depth, whose schedule has no warm-up layers, lets a session's schedule skip them."""
+    full = Path(shutil.copytree(bundle, tmp_path / "full"))
+    data = json.loads((full / "bundle.json").read_text())
+    data["schedule"].update(layers=[6], warmup_layers=0)
+    data.update(kv_slots=[None] * 6, variants=[variant for variant in data["variants"] if variant["num_layers"] == 6])
+    (full / "bundle.json").write_text(json.dumps(data))
+    asked = {"command": "session", "bundle": full, "prompts": [[5, 6]], "max_new_tokens": 3}
+    assert driver.ask(**asked, schedule=[6, 5])["layers"] == [6, 5]  # layer 0 is read by none
+    refused = driver.ask(**asked, schedule=[6, 4])["error"]
+    assert refused.startswith("the schedule skips layers whose keys and values later layers read; choose other layer counts")
