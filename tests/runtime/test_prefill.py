@@ -79,6 +79,18 @@ class _Watched:
         return self.engine.bind(inputs, outputs)
 
 
+def test_a_prompt_runs_in_parts_that_the_engines_take_whatever_is_asked_for(zoo: Zoo) -> None:
+    """As plans, whose passes have at most 512 tokens."""
+    generator = skipdecode.load(zoo.bundle("llama"))
+    first, *others = generator.engines.segments
+    watched = _Watched(first.engine)
+    segments = (Segment(first.layers, watched), *others)
+    engines = dataclasses.replace(generator.engines, max_prompt_tokens=3, segments=segments)
+    made = generator.manifest
+    Decoder(engines, made.model, made.schedule, [8], 4, prefill_chunk=100).prefill(PROMPTS[:1])
+    assert [tokens for _, tokens, _ in watched.seen] == [3, 3, 2]
+
+
 def test_layers_that_keep_nothing_compute_only_the_last_token_of_each_prompt(zoo: Zoo, tmp_path: Path) -> None:
     """Two of three prompts share a pass."""
     schedule = ScheduleRequest(name="linear", max_layers=6, min_layers=4, span=4)

@@ -56,6 +56,17 @@ def test_plans_agree_with_the_reference_row_by_row_and_in_chunks(
     assert_gives_the_references_logits(decoder, model, PROMPTS, NEW, 0.02)
 
 
+def test_prompts_pass_through_buffers_of_the_plans_size_in_layers_that_no_step_computes(
+    gpu_bundle: Bundles, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = device.load(gpu_bundle(Anchor.GENERATED), "tensorrt-rtx", None, monkeypatch)
+    made, lengths = generator.manifest, [len(prompt) for prompt in PROMPTS]
+    least = dataclasses.replace(made.schedule, layers=made.schedule.layers[-1:])
+    decoder = Decoder(generator.engines, made.model, least, lengths, NEW, prefill_chunk=3)
+    assert 0 in decoder.slots
+    assert_gives_the_references_logits(decoder, zoo.model("qwen2").half().float(), PROMPTS, NEW, 0.02)
+
+
 @pytest.mark.parametrize(
     ("name", "anchor"),
     [
