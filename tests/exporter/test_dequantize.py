@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -251,7 +252,7 @@ def test_a_modelopt_file_that_says_nothing_of_weights_leaves_them_as_they_are(se
     assert_reads(folder, zoo.model("llama").state_dict())
 
 
-def test_zero_points_of_rows_that_do_not_fill_their_last_word_are_unpacked() -> None:
+def test_zero_points_in_int8_or_in_words_that_the_rows_do_not_fill_are_read() -> None:
     torch.manual_seed(0)
     levels, zeros, scales = torch.randint(16, (12, 64)), torch.randint(16, (12, 2)), torch.rand(12, 2)
 
@@ -264,6 +265,20 @@ def test_zero_points_of_rows_that_do_not_fill_their_last_word_are_unpacked() -> 
     }  # fmt: skip
     expected = (levels - zeros.repeat_interleave(32, 1)) * scales.repeat_interleave(32, 1)
     torch.testing.assert_close(dequantize._packed(stored, None), expected, rtol=0, atol=0)
+    stored["weight_g_idx"] = torch.full((64,), -1)  # groups in order, as older versions write it
+    torch.testing.assert_close(dequantize._packed(stored, None), expected, rtol=0, atol=0)
+    stored["weight_zero_point"] = (zeros - 8).to(torch.int8)  # levels are stored without a sign, these zero points with one
+    torch.testing.assert_close(dequantize._packed(stored, None), expected, rtol=0, atol=0)
+    for wrong in ({"weight_g_idx": torch.arange(64) // 32 - 1}, {"weight_zero_point": stored["weight_zero_point"][:, :1]}):
+        with pytest.raises(ValueError):
+            dequantize._packed(stored | wrong, None)
+
+
+def test_a_group_size_that_a_matrix_does_not_have_is_not_taken_for_it() -> None:
+    config = SimpleNamespace(quantization_config={"quant_method": "auto-round", "group_size": 40})
+    groups = dequantize._groups_by_size(64, 2, config)
+    assert groups is not None and groups.tolist() == [0] * 40 + [1] * 24
+    assert dequantize._groups_by_size(64, 4, config) is None
 
 
 def test_gpt2s_transposed_matrices_are_unpacked_transposed(zoo: Zoo, tmp_path: Path) -> None:

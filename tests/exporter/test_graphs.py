@@ -30,6 +30,8 @@ def test_frequencies_of_a_rotary_embedding_inside_a_layer_stay_fp32(zoo: Zoo, tm
     skeleton = build_skeleton(transformers.AutoConfig.from_pretrained(checkpoint), torch.bfloat16)
     source = CheckpointSource(checkpoint, skeleton)
     weights = write_weights(tmp_path, skeleton.shapes, torch.bfloat16, source, lambda count: None)
-    initializers = [value for graph in layer_graphs(skeleton, weights) for value in graph.graph.initializers.values()]
+    graphs = layer_graphs(skeleton, weights)
+    assert {graph.opset_imports[""] for graph in graphs} == {24, 27}  # layers with attention, and those that keep states
+    initializers = [value for graph in graphs for value in graph.graph.initializers.values()]
     assert {value.dtype for value in initializers if "inv_freq" in str(value.name)} == {ir.DataType.FLOAT}
     assert {value.dtype for value in initializers if str(value.name).endswith("q_proj.weight")} == {ir.DataType.BFLOAT16}
