@@ -248,3 +248,11 @@ def test_a_bin_that_is_not_plain_tensors_is_refused_and_none_of_its_code_runs(zo
         with pytest.raises(ModelNotSupportedError, match="not a flat dict of tensors"):
             source(folder)
     assert not trace.exists()
+
+
+def test_weights_in_float64_are_read(zoo: Zoo, tmp_path: Path) -> None:
+    folder, name = _folder(zoo.model("llama").config, tmp_path / "model"), "model.norm.weight"
+    kept = load_file(zoo.checkpoint("llama") / "model.safetensors")
+    save_file({key: tensor.double() for key, tensor in kept.items()}, folder / "model.safetensors")
+    read = source(folder)(name, tuple(kept[name].shape))
+    assert torch.equal(read.float(), kept[name])
