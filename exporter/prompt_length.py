@@ -85,7 +85,7 @@ def _as_counts(prompt_length: Any) -> torch.Tensor:
         ScheduleError: not a count of tokens, or one per row.
     """
     try:
-        counts = torch.as_tensor(prompt_length)
+        counts = torch.as_tensor(prompt_length).clone()  # the caller may change its own during the block
     except (TypeError, ValueError, RuntimeError):
         counts = torch.empty(0)
     if counts.dtype not in (torch.int64, torch.int32) or counts.ndim > 1 or not counts.numel() or counts.min() < 0:
