@@ -101,7 +101,7 @@ service::Settings ParseArguments(int count, char** arguments) {
                                                         {"--genai-library", TextTo(&settings.genai_library)}};
   for (int i = 1; i < count; ++i) {
     const std::string option = arguments[i];
-    if (option.rfind("--", 0) != 0) {
+    if (option.rfind('-', 0) != 0) {
       if (!settings.bundle.empty()) throw std::runtime_error(option + ": one bundle at a time; see skd_service --help");
       settings.bundle = option;
       continue;

@@ -32,6 +32,7 @@ from tests.examples.conftest import GOOD, PROMPT, SERVICE, Server
         (["a", "--what", "1"], "--what: unknown option"),
         (["a", "--what"], "--what: unknown option"),
         (["--what"], "--what: unknown option"),
+        (["a", "-p", "1"], "-p: unknown option"),
         (["BUNDLE", "--max-prompt-tokens", "9999"], "--max-prompt-tokens: 9999 prompt tokens leave no room in the bundle's 256"),
         (["BUNDLE", "--max-new-tokens", "200"], "--max-new-tokens: 200 new tokens: prompts leave 128; choose fewer, --max-"),
         (["BUNDLE", "--genai-library", "/nowhere.so"], "set LD_LIBRARY_PATH, or name it in --genai-library\n"),
