@@ -179,7 +179,7 @@ def test_a_bundle_that_a_killed_export_had_put_aside_is_restored_unless_another_
         f"restored {out}, which a killed export had moved aside",
         f"removed {old}, left behind by an export that was killed",
     ]
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert len(os.listdir("/proc/self/fd")) <= open_files
 
 
 @pytest.mark.parametrize("kind", ["partial", "replaced"])
