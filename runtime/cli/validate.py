@@ -26,6 +26,7 @@ from typing import Any
 
 from skipdecode.cli import Parser, check_writable, complain, folder, guarded, reader_may_leave
 from skipdecode.errors import CapacityError, TargetError
+from skipdecode.text import printable
 from skipdecode.validation.baseline import read_baseline
 from skipdecode.validation.quality import read_examples
 from skipdecode.validation.slo import NAMES, SECOND_TOKEN, check_measured, parse_slo
@@ -91,7 +92,7 @@ def _validate(options: argparse.Namespace) -> int:
     with reader_may_leave():  # the exit status is that of the validation all the same
         _print(result, options)
     for line in _failures(result):
-        complain(line)
+        complain(printable(line))
     forget()
     return 0 if result["holds"] else DOES_NOT_HOLD
 

@@ -73,14 +73,14 @@ def test_a_variant_that_differs_from_the_reference_is_named_and_exit_is_1(
         {"judged_by": "relative_error", "bound_of": "the largest logit"},
         {"judged_by": "median_error", "bound_of": "the median step's logits"},
     )
-    rows = [{**judged, **by[index], "name": f"v{index}", "holds": holds} for index, holds in enumerate(found)]
+    rows = [{**judged, **by[index], "name": f"v{index}\x1b[2J", "holds": holds} for index, holds in enumerate(found)]
     for name in ("check_reference", "measure_cell", "measure_workload", "_gb_per_s"):
         monkeypatch.setattr(validation, name, lambda *_: None)
     monkeypatch.setattr(validation, "measure_parity", lambda *_: rows)
     assert main([str(trained), *QUICK, "--reference", "any", "--quiet"]) == status
     errors = ("0.25 of the largest logit", "0.12 of the median step's logits")
-    told = [f"cpu v{index} differs from the reference by {errors[index]}" for index, holds in enumerate(found) if not holds]
-    assert capsys.readouterr().err.splitlines() == [f"does not hold: {line} (at most 0.1)" for line in told]
+    told = [rf"v{index}\x1b[2J differs from the reference by {errors[index]}" for index, holds in enumerate(found) if not holds]
+    assert capsys.readouterr().err.splitlines() == [f"does not hold: cpu {line} (at most 0.1)" for line in told]
 
 
 @pytest.mark.parametrize(
