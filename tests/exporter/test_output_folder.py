@@ -164,7 +164,6 @@ def test_a_bundle_that_a_killed_export_had_put_aside_is_restored_unless_another_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out, old = tmp_path / "bundle", tmp_path / ".bundle.replaced-0123abcd"
-    open_files = len(os.listdir("/proc/self/fd"))
     _write(old, OLD)
     os.utime(old, (1, 1))
     with pytest.raises(BundleError, match="exists already"), fresh_folder(out, force=False):
@@ -179,7 +178,8 @@ def test_a_bundle_that_a_killed_export_had_put_aside_is_restored_unless_another_
         f"restored {out}, which a killed export had moved aside",
         f"removed {old}, left behind by an export that was killed",
     ]
-    assert len(os.listdir("/proc/self/fd")) <= open_files
+    opened = {os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+    assert not [path for path in opened if path.startswith(str(tmp_path))], "a leftover's folder stays open"
 
 
 @pytest.mark.parametrize("kind", ["partial", "replaced"])
