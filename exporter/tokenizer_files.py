@@ -106,7 +106,7 @@ def _warn_of_unread(folder: Path) -> None:
     names = sorted({path.name for pattern in _UNREAD_TOKENIZERS for path in folder.glob(pattern)})
     if names:
         logger.warning(
-            "its tokenizer is left out, so the bundle takes only token ids: %s cannot be read; put a tokenizer.json there",
+            "its tokenizer is left out, so the bundle takes only token ids: none can be read from %s; put a tokenizer.json there",
             " and ".join(names),
         )  # fmt: skip
 

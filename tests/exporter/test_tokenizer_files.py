@@ -222,7 +222,8 @@ def test_a_tokenizer_in_a_form_that_cannot_be_read_is_warned_of(
     (model / name).write_text("{}")
     copy_tokenizer(model, bundle, CONFIGS["mistral"](), MAX_LENGTH)
     (message,) = caplog.messages
-    assert message.startswith("its tokenizer is left out") and name in message and message.endswith("put a tokenizer.json there")
+    says = f"the bundle takes only token ids: none can be read from {name}; put a tokenizer.json there"
+    assert message == f"its tokenizer is left out, so {says}"
 
 
 def test_a_folder_without_a_tokenizer_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
