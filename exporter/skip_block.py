@@ -111,10 +111,11 @@ def _cache_contents(cache: Cache) -> str:
     """What `cache` holds, in words; empty: nothing. Any layer tells: a schedule may skip the lower ones from a row's start."""
     if isinstance(cache, StaticCache):
         return "slots for later tokens"  # which masks cover as well
-    past = max((int(layer.get_seq_length()) for layer in cache.layers if isinstance(layer, CacheLayerMixin)), default=0)
+    layers = getattr(cache, "self_attention_cache", cache).layers  # a pair with one for cross-attention has none of its own
+    past = max((int(layer.get_seq_length()) for layer in layers if isinstance(layer, CacheLayerMixin)), default=0)
     if past:
         return f"{past} earlier tokens"
-    states = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    states = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
     return "states of earlier tokens" if any(any(layer.has_previous_state.values()) for layer in states) else ""
 
 

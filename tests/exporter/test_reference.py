@@ -191,6 +191,16 @@ def test_a_static_cache_is_refused_though_it_holds_no_tokens_yet(zoo: Zoo) -> No
         model(IDS, attention_mask=torch.ones_like(IDS), use_cache=True, cache=cache)
 
 
+def test_a_cache_that_is_a_pair_with_one_for_cross_attention_is_refused_where_it_holds_tokens(zoo: Zoo) -> None:
+    """Decoders that have cross-attention in other models take one, too."""
+    model = zoo.model("gpt2")
+    cache = transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
+    with skip_schedule(model, SCHEDULE):
+        model(IDS, cache=cache, use_cache=True)
+        with pytest.raises(ScheduleError, match="a cache holds 7 earlier tokens"):
+            model(IDS, cache=cache, use_cache=True)
+
+
 def test_labels_of_only_the_last_tokens_are_refused_where_labels_say_where_prompts_end(zoo: Zoo) -> None:
     """transformers takes them together with `logits_to_keep`."""
     model = zoo.model("llama")
