@@ -43,9 +43,9 @@ def check_out(out: Path, force: bool) -> None:
         BundleError: it exists and `force` is not set, it is not a bundle, or something is mounted there, as a container's volume;
             or the folder in which it is to be takes no other.
     """
-    if out.exists():
+    if os.path.exists(out):  # where a folder may not be entered, Path's raises
         _check_old(out, force)
-    folder = next(parent for parent in out.parents if parent.exists())  # `/` does
+    folder = next(parent for parent in out.parents if os.path.exists(parent))  # `/` does
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         reason = "which takes no new folder" if folder.is_dir() else "which is a file"
         raise BundleError(f"cannot be made in {folder}, {reason}", "check permissions, or choose another --out", where=str(out))

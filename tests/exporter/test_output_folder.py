@@ -271,8 +271,9 @@ def test_a_mounted_volume_is_refused_before_any_work(force: bool, tmp_path: Path
     check_out(tmp_path / "bundle", force)
 
 
-def test_a_folder_that_takes_no_other_is_refused_before_any_work(tmp_path: Path) -> None:
-    (folder := tmp_path / "shared").mkdir(mode=0o555)
+@pytest.mark.parametrize("mode", [0o555, 0o000])
+def test_a_folder_that_takes_no_other_is_refused_before_any_work(mode: int, tmp_path: Path) -> None:
+    (folder := tmp_path / "shared").mkdir(mode=mode)
     (model := tmp_path / "model").mkdir()
     (model / "config.json").write_text("{}")  # which an export reads later
     command = "import sys; from skipdecode.exporter.command import main; sys.exit(main(sys.argv[1:]))"
