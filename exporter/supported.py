@@ -120,7 +120,8 @@ def _positions(config: Any) -> int | None:
     positions: int | None = getattr(config, positions_setting(config), None)
     rope = getattr(config, "rope_parameters", None) or {}
     original, factor = (rope.get(name) for name in ("original_max_position_embeddings", "factor"))
-    if positions and rope.get("rope_type") == "yarn" and isinstance(original, int) and isinstance(factor, (int, float)):
+    stretched = rope.get("rope_type") == "yarn" and "rope_theta" in rope  # which transformers adds only where a model rotates
+    if positions and stretched and isinstance(original, int) and isinstance(factor, (int, float)):
         return max(positions, int(original * factor))
     return positions
 

@@ -75,6 +75,15 @@ def test_yarn_reaches_its_factor_times_the_original_length_whatever_the_position
     check_supported(config, 40)
 
 
+def test_yarn_gives_a_model_with_a_table_of_positions_no_more_of_them() -> None:
+    config = CONFIGS["opt"]()
+    config = type(config)(
+        **{**config.to_dict(), "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}
+    )
+    with pytest.raises(ModelNotSupportedError, match="the model has 64 positions"):
+        check_supported(config, 65)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
