@@ -78,7 +78,8 @@ std::string ActiveRequest::NextPiece() {
   const Choices news = first_news_.empty() ? TakeNews() : std::exchange(first_news_, {});
   if (!completion_.stream) return Ended() ? WholeAnswer() : std::string();
   std::string piece;
-  if (!news.empty()) piece = "data: " + Dump(AnswerJson(completion_, news, std::nullopt)) + "\n\n";
+  const auto used = completion_.usage_in_each_piece ? std::optional(NumTokens()) : std::nullopt;
+  if (!news.empty()) piece = "data: " + Dump(AnswerJson(completion_, news, used)) + "\n\n";
   if (!Ended()) return piece;
   if (completion_.include_usage) piece += "data: " + Dump(AnswerJson(completion_, {}, NumTokens())) + "\n\n";
   return piece + "data: [DONE]\n\n";

@@ -74,12 +74,12 @@ void CheckBodysFields(const Json& body) {
   CheckFields(body, served, neutral);
 }
 
-// Whether the last piece of a stream says how many tokens were used.
-bool IncludesUsage(const Json& body) {
+void ReadStreamOptions(const Json& body, Completion* completion) {
   const Json options = Field<Json>(
       body, "stream_options", Json::object(), [](const Json& j) { return j.is_object(); }, "an object");
-  CheckFields(options, {"include_usage"}, {{"include_obfuscation", false}}, "stream_options.");
-  return Flag(options, "include_usage");
+  CheckFields(options, {"include_usage", "continuous_usage_stats"}, {{"include_obfuscation", false}}, "stream_options.");
+  completion->include_usage = Flag(options, "include_usage");
+  completion->usage_in_each_piece = Flag(options, "continuous_usage_stats") && completion->include_usage;  // as in vLLM
 }
 
 bool IsTokenIds(const Json& value) {
@@ -193,7 +193,7 @@ Completion ParseCompletion(const std::string& text, const std::string& model, co
   completion.gives_ids = tokenizer == nullptr;
   if (tokenizer == nullptr && !completion.stops.empty()) Refuse("stop needs a tokenizer, which this model lacks: leave it out");
   completion.stream = Flag(body, "stream");
-  completion.include_usage = IncludesUsage(body);
+  ReadStreamOptions(body, &completion);
   completion.prompts = Prompts(body, limits, tokenizer);
   return completion;
 }

@@ -37,8 +37,10 @@ struct Completion {
   std::vector<std::vector<int64_t>> prompts;
   skd_row_options options;
   std::vector<std::string> stops;
-  bool stream, include_usage;
-  bool gives_ids;  // answers hold token ids, because there is no tokenizer
+  bool stream;
+  bool include_usage;        // the last piece of a stream says how many tokens were used
+  bool usage_in_each_piece;  // all others do, too
+  bool gives_ids;            // answers hold token ids, because there is no tokenizer
 };
 
 // What the server allows.

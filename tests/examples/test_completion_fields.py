@@ -106,6 +106,16 @@ def test_usage_is_streamed_only_when_asked_for(server: Server) -> None:
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 3
 
 
+def test_each_piece_of_a_stream_tells_its_usage_if_that_is_asked_for_too(server: Server) -> None:
+    """As vLLM's do."""
+    asked: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    *several, last = [piece["usage"] for piece in pieces(server, **asked, stream_options=both)]
+    counts = [usage["completion_tokens"] for usage in several]
+    assert counts == sorted(counts) and counts[0] > 0 and several[-1] == last and last["completion_tokens"] == 9
+    assert not any("usage" in piece for piece in pieces(server, **asked, stream_options={"continuous_usage_stats": True}))
+
+
 def test_metrics_count_the_tokens_the_steps_of_the_batch_and_the_layers_of_its_deepest_row(server: Server, bundle: Path) -> None:
     names = ("tokens_total", "decode_steps_total", "layers_total", "first_token_seconds_count", "rows_completed_total")
     layers = skipdecode.load(bundle).generate(PROMPT, max_new_tokens=20, ignore_eos=True).layers
