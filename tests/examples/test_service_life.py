@@ -140,7 +140,9 @@ def test_a_service_without_standard_streams_gives_their_numbers_to_no_client(bun
     command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", SERVICE, bundle, "--port", "0"]
     running = subprocess.Popen(command, stdin=none, stdout=none, stderr=none)
     folder, links = Path(f"/proc/{running.pid}/fd"), dict[str, str]()
+    deadline = time.monotonic() + 60
     while running.poll() is None and not any(link.startswith("socket:") for link in links.values()):
+        assert time.monotonic() < deadline, "it does not serve"
         time.sleep(0.05)
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             links = {each.name: os.readlink(each) for each in folder.iterdir()}

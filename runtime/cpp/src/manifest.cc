@@ -149,8 +149,8 @@ LayerGroup Model::GroupOf(int64_t layer) const {
 Manifest ParseManifest(const std::string& text, const std::string& where) {
   const Json data = Json::parse(text, nullptr, /*allow_exceptions=*/false);
   // neither a byte order mark nor NUL is JSON, but this parser skips the one, and whatever follows the other
-  const bool has_other = text.rfind("\xEF\xBB\xBF", 0) == 0 || text.find('\0') != std::string::npos;
-  if (data.is_discarded() || has_other) throw BundleError("cannot be read (not JSON)", where);
+  const bool has_mark_or_nul = text.rfind("\xEF\xBB\xBF", 0) == 0 || text.find('\0') != std::string::npos;
+  if (data.is_discarded() || has_mark_or_nul) throw BundleError("cannot be read (not JSON)", where);
   const bool has_version = data.is_object() && data.contains("format_version");
   if (!has_version || data["format_version"] != kFormatVersion || !data["format_version"].is_number_integer()) {
     throw Error(SKD_ERROR_BUNDLE,
