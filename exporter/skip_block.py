@@ -47,8 +47,7 @@ class SkipBlock:
         if self.skips:
             _check_process(model)
             _check_balance(model, kwargs)
-            given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-            self.ends.read_labels(kwargs.get("labels"), next((each.shape[1] for each in given if each is not None), None))
+            self.ends.read_labels(kwargs.get("labels"), _tokens_per_row(args, kwargs))
 
     def before_layers(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a pass's layers: refuse likewise, by arguments that only the module that runs the layers is given."""
@@ -74,6 +73,12 @@ def open_blocks(owner: torch.nn.Module) -> list[SkipBlock]:
     """The blocks around the layers of `owner`, found by their `before_layers` hooks: unlike `forward`, nobody replaces a hook."""
     owners = (getattr(hook, "__self__", None) for hook in owner._forward_pre_hooks.values())
     return [block for block in owners if isinstance(block, SkipBlock)]
+
+
+def _tokens_per_row(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """S of the ids [B,S] or embeddings [B,S,H] that a model is called with; None: it is given neither."""
+    given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    return next((each.shape[1] for each in given if each is not None), None)
 
 
 def _check_process(model: torch.nn.Module) -> None:

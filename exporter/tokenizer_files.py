@@ -23,7 +23,8 @@ _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json",
     "chat_template.jinja",
 )  # fmt: skip
-# in which Mistral, Moonshot and Tencent store tokenizers; transformers reads some, but without the ids or splits of their models
+# files of tokenizers that Mistral, Moonshot and Tencent publish, of which transformers reads some with other ids than their own
+# libraries; and the settings of a tokenizer whose own file may not have been downloaded
 _UNREAD_TOKENIZERS = ("tekken.json", "tokenizer.model.v*", "*.tiktoken", "tiktoken.model", "tokenizer_config.json")
 # on which tokenizers are known to differ: runs of spaces, numbers, contractions, scripts, characters outside the vocabulary, code
 _SAMPLES = (
@@ -97,8 +98,7 @@ def _python_class(settings: dict[str, Any], model_type: str) -> str | None:
     found = tokenizer_class_from_name(name) if isinstance(name, str) else None
     if found is None or issubclass(found, TokenizersBackend) or found.__name__ == "MistralCommonBackend":
         return None
-    class_name: str = found.__name__
-    return class_name
+    return str(found.__name__)
 
 
 def _warn_of_unread(folder: Path) -> None:

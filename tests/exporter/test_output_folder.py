@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from skipdecode.errors import BundleError
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.output_folder import check_out, fresh_folder, real_out
 from skipdecode.schedule_builders import ScheduleRequest
+from tests.exporter.without_torch import SKIP_EXPORT
 from tests.models import MAX_LENGTH
 from tests.unprivileged import UNPRIVILEGED
 from tests.zoo import Zoo
@@ -276,11 +276,8 @@ def test_a_folder_that_takes_no_other_is_refused_before_any_work(mode: int, tmp_
     (folder := tmp_path / "shared").mkdir(mode=mode)
     (model := tmp_path / "model").mkdir()
     (model / "config.json").write_text("{}")  # which an export reads later
-    command = "import sys; from skipdecode.exporter.command import main; sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run(
-        [*UNPRIVILEGED, sys.executable, "-c", command, model, "--out", folder / "new" / "bundle"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = [*UNPRIVILEGED, *SKIP_EXPORT, model, "--out", folder / "new" / "bundle"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     says = f"cannot be made in {folder}, which takes no new folder; check permissions, or choose another --out"
     assert (done.returncode, done.stderr) == (2, f"{folder}/new/bundle: {says}\n")
 
