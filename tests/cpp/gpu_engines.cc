@@ -16,9 +16,9 @@ namespace {
 // What the functions below share. It is global, because ONNX Runtime's functions are given no GpuEngines.
 struct Shared {
   const OrtApi* real = nullptr;
-  std::deque<int32_t> host_inputs;           // copies of what runs read on the host: it may change once a run is enqueued
-  std::string loading_failure, run_failure;  // why loading or running fails; empty: it works
-  int runs_left = 0;
+  std::deque<int32_t> host_inputs;  // copies of what runs read on the host: it may change once a run is enqueued
+  std::string loading_failure, run_failure, binding_failure;  // why loading, running or binding fails; empty: it works
+  int runs_left = 0, tensors_left = 0;
 };
 Shared shared;
 std::mutex mutex;                  // guards what threads share
@@ -78,6 +78,7 @@ OrtStatusPtr CreateMemory(const char* name, OrtAllocatorType kind, int number, O
 
 OrtStatusPtr CreateTensor(const OrtMemoryInfo* info, void* data, size_t bytes, const int64_t* shape, size_t rank,
                           ONNXTensorElementDataType type, OrtValue** value) noexcept {
+  if (!shared.binding_failure.empty() && shared.tensors_left-- <= 0) return Failure(shared.binding_failure);
   if (!on_gpu) {
     const std::lock_guard<std::mutex> lock(mutex);
     data = &shared.host_inputs.emplace_back(*static_cast<const int32_t*>(data));
@@ -124,4 +125,9 @@ void GpuEngines::FailLoading(const std::string& reason) { shared.loading_failure
 void GpuEngines::FailRunsAfter(int runs, const std::string& reason) {
   shared.runs_left = runs;
   shared.run_failure = reason;
+}
+
+void GpuEngines::FailBindingAfter(int tensors, const std::string& reason) {
+  shared.tensors_left = tensors;
+  shared.binding_failure = reason;
 }

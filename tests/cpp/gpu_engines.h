@@ -6,8 +6,8 @@
 #include "engine.h"
 
 // While an instance exists, ONNX Runtime says that it has CUDA, and a run is work on the stream of the stand-in for NVIDIA's
-// driver (tests/standin/libcuda.cc), whose memory is the host's. Only one may exist at a time. FailLoading and FailRunsAfter are
-// not thread-safe.
+// driver (tests/standin/libcuda.cc), whose memory is the host's. Only one may exist at a time. What makes it fail is not
+// thread-safe.
 class GpuEngines {
  public:
   GpuEngines();
@@ -19,6 +19,8 @@ class GpuEngines {
   void FailLoading(const std::string& reason);
   // Make runs fail for this reason, after `runs` more that work. Empty: they work again.
   void FailRunsAfter(int runs, const std::string& reason);
+  // The same for binding tensors to an engine.
+  void FailBindingAfter(int tensors, const std::string& reason);
 
  private:
   const OrtApi* real_;

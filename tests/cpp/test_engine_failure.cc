@@ -116,6 +116,32 @@ TEST_CASE("a prompt that does not fit in memory is refused, and the session goes
   CHECK(RemainingTokens(session.get()) == wanted);
 }
 
+TEST_CASE("where ONNX Runtime has no memory for bindings, a prompt or a step is refused, and the session goes on as before") {
+  skd::UseOnnxRuntime("", 2);
+  GpuEngines engines;
+  const auto bundle = skd::LoadBundle(DeviceBundles().front(), "cuda", 2, "");
+  const Tokens prompt = {5, 6};
+  const auto undisturbed = SessionOfTwoRows(bundle);
+  undisturbed->Add(prompt.data(), prompt.size(), Options());
+  const Tokens wanted = RemainingTokens(undisturbed.get());
+  const auto session = SessionOfTwoRows(bundle);
+  const std::string no_memory = "no memory is left; send fewer rows or shorter prompts";
+  for (int tensors = 0; tensors < 6; ++tensors) {
+    engines.FailBindingAfter(tensors, "std::bad_alloc");
+    CheckThrows([&] { session->Add(prompt.data(), prompt.size(), Options()); }, SKD_ERROR_CAPACITY, no_memory);
+  }
+  engines.FailBindingAfter(0, "");
+  session->Add(prompt.data(), prompt.size(), Options());
+  Tokens tokens = {session->Step().front().token};
+  for (int tensors = 0; tensors < 6; ++tensors) {
+    engines.FailBindingAfter(tensors, "std::bad_alloc");
+    CheckThrows([&] { session->Step(); }, SKD_ERROR_CAPACITY, no_memory);
+  }
+  engines.FailBindingAfter(0, "");
+  for (const int64_t token : RemainingTokens(session.get())) tokens.push_back(token);
+  CHECK(tokens == wanted);
+}
+
 TEST_CASE("a step that fails halfway is never taken for one that has not begun") {
   skd::UseOnnxRuntime("", 2);
   GpuEngines engines;

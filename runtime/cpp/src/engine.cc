@@ -175,14 +175,18 @@ Engine::Engine(const std::filesystem::path& path, Device device, bool optimized,
 }
 
 Binding Engine::Bind(const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs) const {
-  Binding bound(this);
-  for (const auto* given : {&inputs, &shared_}) {
-    for (const Tensor& tensor : *given) {
-      if (input_names_.count(tensor.name) > 0) bound.binding_.BindInput(tensor.name.c_str(), View(tensor));
+  try {
+    Binding bound(this);
+    for (const auto* given : {&inputs, &shared_}) {
+      for (const Tensor& tensor : *given) {
+        if (input_names_.count(tensor.name) > 0) bound.binding_.BindInput(tensor.name.c_str(), View(tensor));
+      }
     }
+    for (const Tensor& tensor : outputs) bound.binding_.BindOutput(tensor.name.c_str(), View(tensor));
+    return bound;
+  } catch (const Ort::Exception& error) {
+    throw RunFailure(error.what(), device_ == Device::kCuda, path_);
   }
-  for (const Tensor& tensor : outputs) bound.binding_.BindOutput(tensor.name.c_str(), View(tensor));
-  return bound;
 }
 
 }  // namespace skd

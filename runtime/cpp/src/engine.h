@@ -82,7 +82,8 @@ class Engine {
   const std::vector<Tensor>& outputs() const { return outputs_; }
   // Bind `weight`, which another engine reads too, along with the inputs of every later Bind. The caller owns its memory.
   void Share(Tensor weight) { shared_.push_back(std::move(weight)); }
-  // Inputs that this engine does not read are left out. An output may be the same memory as an input.
+  // Inputs that this engine does not read are left out. An output may be the same memory as an input. Throws what RunFailure
+  // returns if ONNX Runtime cannot bind them, as without memory.
   Binding Bind(const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs) const;
 
  private:
