@@ -31,7 +31,7 @@ TEST_CASE("rows of a request start together where nobody waits for them, and oth
   library.endless = true;
   library.prompt_parts = 2;
   std::vector<std::unique_ptr<service::ActiveRequest>> asked;
-  for (const size_t prompts : {3, 1, 2}) {
+  for (const size_t prompts : {3U, 1U, 2U}) {
     asked.push_back(requests.Make(prompts));
     REQUIRE(requests.Submit(*asked.back()));
   }

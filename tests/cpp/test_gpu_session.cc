@@ -124,7 +124,7 @@ TEST_CASE("a step of rows that stay as they are sends nothing to the GPU") {
   skd::UseOnnxRuntime("", 2);
   const GpuEngines engines;
   skd::Session session(skd::LoadBundle(DeviceBundles().front(), "cuda", 2, ""), Room());
-  for (const uint32_t number : {0, 1}) session.Add(kPrompts[number].data(), kPrompts[number].size(), OptionsFor(number, 6));
+  for (const uint32_t number : {0U, 1U}) session.Add(kPrompts[number].data(), kPrompts[number].size(), OptionsFor(number, 6));
   session.Step();
   session.Step();
   const int sent = Driver<int()>("standin_sent")();
@@ -161,7 +161,7 @@ TEST_CASE("rows that had made room for one whose first token the GPU could not c
   std::map<bool, std::vector<float>> logits;
   for (const bool fails : {false, true}) {
     skd::Session session(bundle, Room());
-    for (const uint32_t number : {3, 1}) session.Add(kPrompts[number].data(), kPrompts[number].size(), OptionsFor(number, 8));
+    for (const uint32_t number : {3U, 1U}) session.Add(kPrompts[number].data(), kPrompts[number].size(), OptionsFor(number, 8));
     session.Step();
     session.Step();
     *Driver<int>("standin_without_kernels") = fails ? 1 : 0;

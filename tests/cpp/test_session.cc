@@ -100,7 +100,7 @@ TEST_CASE("with anchor absolute a prompt in parts waits next to the last place, 
   for (const char* variable : kBundles) {
     INFO(variable);
     Rows rows(variable);
-    for (const size_t prompt : {1, 2, 3}) rows.Add(prompt, 9, 0);
+    for (const size_t prompt : {1U, 2U, 3U}) rows.Add(prompt, 9, 0);
     rows.Step(2);
     const bool absolute = std::string(variable).find("ABSOLUTE") != std::string::npos;
     CHECK((rows.AddInParts(0, 9, 0) == 1) == absolute);
