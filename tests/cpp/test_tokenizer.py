@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,25 @@ def test_a_tokenizer_json_that_decoding_cannot_use_is_refused_in_one_line(
     bundle = _edited(family[0], tmp_path / "engines", "tokenizer.json", change)
     refused = driver.ask(command="tokenize", bundle=bundle, texts=[])["error"]
     assert "tokenizer.json: cannot be read (" in refused and refused.endswith("; export the model again")
+
+
+@pytest.mark.parametrize("family", ["opt"], indirect=True)
+def test_a_tokenizer_json_that_memory_does_not_hold_is_not_called_damaged(family: tuple[Path, Tokenizer], tmp_path: Path) -> None:
+    def change(data: dict[str, Any]) -> None:
+        data["added_tokens"].append({**data["added_tokens"][0], "id": 1999, "content": "x" * 3_000_000})
+
+    bundle = _edited(family[0], tmp_path / "engines", "tokenizer.json", change)
+    (tmp_path / "malloc.c").write_text(
+        "#include <stddef.h>\n"
+        "void *__libc_malloc(size_t);\n"
+        "void *malloc(size_t size) { return size > 3500000 && size < 4500000 ? NULL : __libc_malloc(size); }\n"
+    )
+    library = tmp_path / "malloc.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", tmp_path / "malloc.c", "-o", library], check=True, timeout=60)
+    driver = Driver(LD_PRELOAD=str(library))
+    answer = driver.ask(command="tokenize", bundle=bundle, texts=[])
+    driver.close()
+    assert answer == {"code": 3, "error": "out of memory; ask for fewer rows or tokens, or free some"}
 
 
 def test_a_bundle_without_a_tokenizer_and_a_missing_library_are_reported(

@@ -177,7 +177,7 @@ std::optional<Detokenizer> Detokenizer::Read(const std::filesystem::path& path, 
     });
     if (data.at("decoder").is_null() || !Reader::AddSteps(&read, data["decoder"])) return std::nullopt;
     Reader::AddEntries(&read, data);
-  } catch (const std::exception& error) {  // from nlohmann-json, about a value that is missing or of another type
+  } catch (const Json::exception& error) {  // about a value that is missing or of another type
     throw BundleError("cannot be read (" + Shortened(error.what(), kMaxReasonBytes) + ")", path.string());
   }
   for (const int64_t id : special) {
