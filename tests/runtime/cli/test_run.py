@@ -79,11 +79,18 @@ def test_the_default_is_64_greedy_tokens_with_the_bundles_schedule(recorder: _Re
 def test_texts_and_files_are_prompts_in_the_order_given(recorder: _Recorder, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     first.write_text("b")
-    second.write_text("d")
+    second.write_text("d", encoding="utf-8-sig")  # with a byte order mark, as Windows editors write it
     assert run.main(["engines", "--prompt", "a", "--prompt-file", str(first), "--prompt", "c", "--prompt-file", str(second)]) == 0
     assert recorder.asked["prompts"] == ["a", "b", "c", "d"]
     assert run.main(["engines", "--prompt-file", str(second), "--prompt-file", str(first)]) == 0
     assert recorder.asked["prompts"] == ["d", "b"]
+
+
+@pytest.mark.parametrize("given", [[], ["--prompt", "a", "--token-ids", "1"]], ids=["neither", "both"])
+def test_prompts_are_either_texts_or_token_ids(given: list[str], recorder: _Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["engines", *given]) == 2
+    line = "skip-run: give either text or token ids; use --prompt, --prompt-file or --token-ids\n"
+    assert capsys.readouterr() == ("", line) and not recorder.loaded
 
 
 @pytest.mark.parametrize(
