@@ -17,7 +17,7 @@ from skipdecode.errors import CapacityError
 from skipdecode.schedule import Anchor, Schedule
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from skipdecode.validation import quality
-from skipdecode.validation.quality import Example, read_examples, schedule_for, score
+from skipdecode.validation.quality import Example, check_examples, read_examples, schedule_for, score
 from tests.models import LAYERS
 from tests.zoo import Zoo
 
@@ -110,6 +110,15 @@ def test_equal_answers_lose_nothing_and_worse_ones_do() -> None:
     assert (same["value"], same["low"], same["high"]) == (0, 0, 0)
     for loss in (score(SAID, EXAMPLES, best)[name] for name in ("bleu_loss", "rouge_l_loss")):
         assert 0 < loss["low"] <= loss["value"] <= loss["high"]
+
+
+def test_an_example_may_fill_the_bundles_length(zoo: Zoo) -> None:
+    manifest = manifests.read(zoo.bundle("opt"))
+    ids = [[1] * (manifest.limits.max_length - 8)]
+    generator = SimpleNamespace(manifest=manifest, encode=lambda prompts: ids)
+    check_examples(EXAMPLES[:1], generator, 8, Path("dev.jsonl"))
+    with pytest.raises(CapacityError, match=r"dev.jsonl, example 1: its 40 tokens and 9 new ones exceed the bundle's 48"):
+        check_examples(EXAMPLES[:1], generator, 9, Path("dev.jsonl"))
 
 
 def test_another_speedup_is_rounded_up_to_the_variants_that_the_bundle_has(zoo: Zoo) -> None:
