@@ -204,13 +204,14 @@ def test_a_cache_that_is_a_pair_with_one_for_cross_attention_is_refused_where_it
 def test_labels_of_only_the_last_tokens_are_refused_where_labels_say_where_prompts_end(zoo: Zoo) -> None:
     """transformers takes them together with `logits_to_keep`."""
     model = zoo.model("llama")
-    for given in ({"input_ids": IDS}, {"inputs_embeds": model.get_input_embeddings()(IDS)}):
+    embeddings = model.get_input_embeddings()(IDS)
+    for args, given in (((IDS,), {}), ((), {"input_ids": IDS}), ((), {"inputs_embeds": embeddings})):
         with skip_schedule(model, FALLING, prompt_length="labels"):
-            model(**given, labels=IDS, use_cache=False)
+            model(*args, **given, labels=IDS, use_cache=False)
             with pytest.raises(ScheduleError, match=r"labels of shape \[1, 4\] .* in rows of 7 tokens; label every token"):
-                model(**given, labels=IDS[:, -4:], logits_to_keep=4, use_cache=False)
+                model(*args, **given, labels=IDS[:, -4:], logits_to_keep=4, use_cache=False)
         with skip_schedule(model, FALLING, prompt_length=3):
-            model(**given, labels=IDS[:, -4:], logits_to_keep=4, use_cache=False)
+            model(*args, **given, labels=IDS[:, -4:], logits_to_keep=4, use_cache=False)
 
 
 def test_labels_per_row_are_refused_where_labels_say_where_prompts_end(zoo: Zoo) -> None:
