@@ -37,7 +37,7 @@ class _Halves(RewriteRuleClassBase):  # type: ignore[misc]
         size = static_head_size(x)
         if size is None:
             return result.fail("The number of heads or their size is not static.", x)
-        if any(table.shape is None or len(table.shape) != 3 or table.shape[2] * 2 != size for table in (cos, sin)):
+        if any(table.shape is None or len(table.shape) != 3 or table.shape[2] != size / 2 for table in (cos, sin)):
             return result.fail("There is not one entry a pair.", cos)
         return result
 

@@ -47,7 +47,7 @@ class InterleavedFusion(pattern.RewriteRuleClassBase):  # type: ignore[misc]
         size = static_head_size(x)
         if size is None:
             return result.fail("The number of heads or their size is not static.", x)
-        if freqs.shape is None or freqs.shape[-1] * 2 != size:
+        if freqs.shape is None or freqs.shape[-1] != size / 2:
             return result.fail("There is not one frequency a pair.", freqs)
         if not all(_ir_utils.is_singleton_value(others[name], size // 2) for name in others if name.startswith("half")):
             return result.fail("The tables are not cut in the middle.", freqs)
