@@ -1,13 +1,14 @@
 // Prompts, and the bundles that SKD_TEST_DEVICE_BUNDLES names, with a cpu and a cuda target. The last has an absolute anchor.
 #pragma once
 
-#include <catch2/catch.hpp>
 #include <cstdint>
 #include <cstdlib>
 #include <iterator>
 #include <sstream>
 #include <string>
 #include <vector>
+
+#include "catch.h"
 
 using Tokens = std::vector<int64_t>;
 

@@ -1,7 +1,6 @@
 // Bundles that environment variables name, and prompts and options for their sessions.
 #pragma once
 
-#include <catch2/catch.hpp>
 #include <cstdint>
 #include <cstdlib>
 #include <map>
@@ -9,6 +8,8 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "catch.h"
 
 using Tokens = std::vector<int64_t>;
 

@@ -1,11 +1,11 @@
 // In which order the service's batcher starts rows and steps, whom it drops, and what it counts.
-#include <catch2/catch.hpp>
 #include <chrono>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
+#include "catch.h"
 #include "requests.h"
 
 TEST_CASE("seconds to the first token count from the request's arrival, not from when its row was created") {

@@ -1,11 +1,11 @@
 // The service's batcher when sessions fail.
 #include <atomic>
-#include <catch2/catch.hpp>
 #include <chrono>
 #include <string>
 #include <thread>
 #include <tuple>
 
+#include "catch.h"
 #include "requests.h"
 
 TEST_CASE("failing engines end their rows, and a new session serves the next ones, with never two sessions at a time") {

@@ -1,9 +1,9 @@
 // Which requests the service accepts, its stop strings, and its metrics.
-#include <catch2/catch.hpp>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "catch.h"
 #include "completion.h"
 #include "metrics.h"
 

@@ -1,11 +1,11 @@
 // How much of the CPU control groups leave, read from files as the kernel writes them, in a temporary folder.
 #include <unistd.h>
 
-#include <catch2/catch.hpp>
 #include <filesystem>
 #include <fstream>
 #include <string>
 
+#include "catch.h"
 #include "cores.h"
 
 namespace {

@@ -1,12 +1,12 @@
 // The GPU's stream and graphs, on a stand-in for NVIDIA's driver (tests/standin/libcuda.cc), which the loader must find first.
 #include <algorithm>
 #include <atomic>
-#include <catch2/catch.hpp>
 #include <cstring>
 #include <future>
 #include <string>
 #include <vector>
 
+#include "catch.h"
 #include "cuda_stream.h"
 #include "error.h"
 #include "replay.h"

@@ -1,12 +1,12 @@
 // Parts of tokenizer.json that no tokenizer of test_tokenizer.py has.
 #include <unistd.h>
 
-#include <catch2/catch.hpp>
 #include <filesystem>
 #include <fstream>
 #include <string>
 #include <vector>
 
+#include "catch.h"
 #include "detokenizer.h"
 
 namespace {

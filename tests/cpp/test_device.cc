@@ -1,11 +1,11 @@
 // Engines for a GPU, tested on a CPU through the classes below the public header.
 #include <algorithm>
-#include <catch2/catch.hpp>
 #include <cmath>
 #include <string>
 #include <vector>
 
 #include "bundle.h"
+#include "catch.h"
 #include "decoder.h"
 #include "device_bundles.h"
 #include "error.h"

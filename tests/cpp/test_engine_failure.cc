@@ -1,11 +1,11 @@
 // Which errors ONNX Runtime's failures become.
-#include <catch2/catch.hpp>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "bundle.h"
+#include "catch.h"
 #include "device_bundles.h"
 #include "engine_failure.h"
 #include "gpu_engines.h"

@@ -1,6 +1,5 @@
 // The decoder as on a GPU: its memory and stream, where engines run in order, belong to the stand-in for NVIDIA's driver.
 #include <algorithm>
-#include <catch2/catch.hpp>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "bundle.h"
+#include "catch.h"
 #include "decoder.h"
 #include "device_bundles.h"
 #include "error.h"

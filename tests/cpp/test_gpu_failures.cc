@@ -1,6 +1,5 @@
 // Each call of the GPU's driver fails in turn: which error that is, whether callers who may go on can, and that nothing is left.
 #include <algorithm>
-#include <catch2/catch.hpp>
 #include <climits>
 #include <cstdint>
 #include <functional>
@@ -10,6 +9,7 @@
 #include <string>
 
 #include "bundle.h"
+#include "catch.h"
 #include "cuda_stream.h"
 #include "device_bundles.h"
 #include "error.h"

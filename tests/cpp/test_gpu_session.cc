@@ -1,5 +1,4 @@
 // Sessions as on a GPU, which chooses their tokens, compared with sessions whose engines and choices are on the host.
-#include <catch2/catch.hpp>
 #include <cstdint>
 #include <future>
 #include <map>
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "bundle.h"
+#include "catch.h"
 #include "device_bundles.h"
 #include "error.h"
 #include "gpu_engines.h"

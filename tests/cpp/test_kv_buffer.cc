@@ -1,10 +1,10 @@
 // The KV buffer of a model whose layers are not all of one kind.
 #include <algorithm>
-#include <catch2/catch.hpp>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "catch.h"
 #include "kv_buffer.h"
 #include "schedule.h"
 

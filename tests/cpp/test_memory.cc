@@ -1,9 +1,9 @@
 // Memory that engines work in.
-#include <catch2/catch.hpp>
 #include <cstring>
 #include <fstream>
 #include <string>
 
+#include "catch.h"
 #include "memory.h"
 
 namespace {

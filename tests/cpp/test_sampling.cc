@@ -1,6 +1,5 @@
 // Tokens that the host chooses, compared with those chosen from a sorted vocabulary.
 #include <algorithm>
-#include <catch2/catch.hpp>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -9,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "catch.h"
 #include "error.h"
 #include "sampling.h"
 

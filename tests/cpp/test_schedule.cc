@@ -1,5 +1,5 @@
-#include <catch2/catch.hpp>
 
+#include "catch.h"
 #include "error.h"
 #include "schedule.h"
 

@@ -2,7 +2,6 @@
 // SKD_TEST_HYBRID_BUNDLE and SKD_TEST_ABSOLUTE_HYBRID_BUNDLE name bundles of models with both attention and linear attention.
 #include <sys/resource.h>
 
-#include <catch2/catch.hpp>
 #include <cstdlib>
 #include <map>
 #include <skipdecode/skipdecode.hpp>
@@ -12,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "catch.h"
 #include "session_helpers.h"
 
 namespace {

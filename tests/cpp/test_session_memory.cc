@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <catch2/catch.hpp>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "allocations.h"
+#include "catch.h"
 #include "session_helpers.h"
 
 namespace {

@@ -1,8 +1,8 @@
 // Text streams of the C++ face, on a stand-in for the library.
-#include <catch2/catch.hpp>
 #include <skipdecode/skipdecode.hpp>
 #include <string>
 
+#include "catch.h"
 #include "standin_library.h"
 
 TEST_CASE("a text stream starts afresh after its end") {
