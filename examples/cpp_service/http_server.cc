@@ -23,7 +23,9 @@ constexpr std::chrono::seconds kLingerTimeout{2};       // for a client to read 
 constexpr std::chrono::seconds kShutdownGrace{1};     // at shutdown, for a request on its way to arrive and be answered with 503
 constexpr size_t kMaxRequestBytes = size_t{8} << 20;  // of a request: a body of 1 MiB in one-byte chunks takes 6 MiB
 constexpr size_t kMaxHeadBytes = size_t{64} << 10;
-constexpr size_t kMaxHeadLines = 256;            // of a head: httplib stores each header with a hundred bytes of overhead
+constexpr size_t kMaxFirstLineBytes = size_t{16} << 10;  // httplib refuses more than 8 KiB, but from 32 on 0.18 does not answer
+constexpr size_t kMaxHeadLines = 102;  // of a head: httplib 0.18 takes 100 headers, beside the first line and the empty one
+constexpr std::string_view kLineEnd = "\r\n";
 constexpr std::string_view kHeadEnd = "\n\r\n";  // an empty line as httplib recognises it
 
 // A client's socket, which is read until a deadline. Without `override`, because httplib's virtual functions differ by version:
@@ -42,8 +44,8 @@ class Connection : public httplib::Stream {
   time_t duration() const { return 0; }  // only httplib's clients call it
   ssize_t read(char* data, size_t size) {
     if (HeadIsTooLong()) {
-      if (std::exchange(head_too_long_, true) || head_lines_ > 0) return -1;
-      *data = '\n';  // once: httplib does not answer if not even the first line ends
+      if (head_lines_ > 0 || line_end_given_ == kLineEnd.size()) return -1;
+      *data = kLineEnd[line_end_given_++];  // httplib does not answer if not even the first line ends
       return 1;
     }
     if (next_ == end_) {
@@ -83,7 +85,7 @@ class Connection : public httplib::Stream {
   // Whether reading ended because the rest of the request did not arrive in time.
   bool late() const { return late_; }
   // Whether it ended because the head has more bytes or lines than are served.
-  bool head_too_long() const { return head_too_long_; }
+  bool head_too_long() const { return HeadIsTooLong(); }
 
   // Read and discard what the client still sends: closing the socket before that could cost the client its answer.
   void Linger() {
@@ -113,7 +115,10 @@ class Connection : public httplib::Stream {
     return Wait(POLLOUT, &until, writing_, std::chrono::milliseconds(0));
   }
 
-  bool HeadIsTooLong() const { return !head_ended_ && (head_bytes_ == kMaxHeadBytes || head_lines_ == kMaxHeadLines); }
+  bool HeadIsTooLong() const {
+    const size_t most = head_lines_ == 0 ? kMaxFirstLineBytes : kMaxHeadBytes;
+    return !head_ended_ && (head_bytes_ == most || head_lines_ == kMaxHeadLines);
+  }
   void CountHeadByte(char byte) {
     ++head_bytes_;
     if (byte == '\n') ++head_lines_;
@@ -129,7 +134,8 @@ class Connection : public httplib::Stream {
   size_t received_bytes_ = 0;               // bytes received of this request
   size_t head_bytes_ = 0, head_lines_ = 0;  // of its head, read so far
   size_t head_end_matched_ = 0;             // bytes of kHeadEnd that the head's last bytes match
-  bool late_ = false, head_ended_ = false, head_too_long_ = false;
+  size_t line_end_given_ = 0;               // bytes of kLineEnd that stood in for the end of a first line that is too long
+  bool late_ = false, head_ended_ = false;
 };
 
 thread_local const Connection* current_connection = nullptr;  // this thread's; httplib does not pass connections to handlers

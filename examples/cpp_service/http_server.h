@@ -1,5 +1,5 @@
 // httplib's requests and answers over connections that are managed here: how many clients are served, how long a whole request
-// may take to arrive, and what shutdown waits for. For httplib 0.11.4 (tested) to 0.41 (compiles).
+// may take to arrive, and what shutdown waits for. For httplib 0.11.4 and 0.18.7 (tested) to 0.41 (compiles).
 #pragma once
 
 #include <httplib.h>

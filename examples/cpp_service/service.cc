@@ -118,7 +118,7 @@ Service::Service(const Settings& settings)
     const bool broken = response.status == 400;
     AnswerWithError(broken && HttpServer::ArrivedLate() ? LateError()
                     : broken && HttpServer::HeadTooLong()
-                        ? HttpError(431, "the request's head is longer than 64 KiB, or has more than 255 lines")
+                        ? HttpError(431, "the request's head is longer than 64 KiB, or has more than 100 headers")
                         : HttpError(response.status, RefusalMessage(request, response.status)),
                     &response);
   });
@@ -156,11 +156,11 @@ void Service::AddRoutes() {
       AnswerWithError(UnknownModel(request.matches[1], model_), &response);
     }
   });
-  // reads the body itself: httplib does not limit chunked bodies, and takes curl's default type for a form of at most 8 KiB
+  // reads the body itself: httplib 0.11 does not limit chunked bodies, and takes curl's default type for a form of at most 8 KiB
   server_.Post(kCompletionsPath,
                [this](const httplib::Request& request, httplib::Response& response, const httplib::ContentReader& reader) {
                  try {
-                   ServeCompletion(request, ReadBody(request, reader), response);
+                   ServeCompletion(request, ReadBody(request, response, reader), response);
                  } catch (const HttpError& error) {
                    if (error.status() == 429 || error.status() == 503) response.set_header("Retry-After", "1");
                    AnswerWithError(error, &response);
@@ -181,7 +181,8 @@ void Service::Stop() {
   server_.Stop();
 }
 
-std::string Service::ReadBody(const httplib::Request& request, const httplib::ContentReader& reader) const {
+std::string Service::ReadBody(const httplib::Request& request, const httplib::Response& response,
+                              const httplib::ContentReader& reader) const {
   const std::string transfer_encoding = Lower(request.get_header_value(kTransferEncoding));
   const std::string content_encoding = Lower(request.get_header_value("Content-Encoding"));
   if ((!content_encoding.empty() && content_encoding != "identity") ||
@@ -197,9 +198,10 @@ std::string Service::ReadBody(const httplib::Request& request, const httplib::Co
     if (!too_large) body.append(data, size);
     return !too_large;
   });
+  if (HttpServer::ArrivedLate()) throw LateError();  // also where only the last line is missing, which httplib 0.18 does without
   if (complete) return body;
-  if (too_large) throw HttpError(413, kTooLarge);
-  if (HttpServer::ArrivedLate()) throw LateError();
+  // httplib 0.18 also measures chunks itself, before it reads them
+  if (too_large || response.status == 413) throw HttpError(413, kTooLarge);
   throw HttpError(400, "the body is malformed or incomplete");
 }
 

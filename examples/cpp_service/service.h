@@ -47,7 +47,8 @@ class Service {
  private:
   void AddRoutes();
   HttpError LateError() const;
-  std::string ReadBody(const httplib::Request& request, const httplib::ContentReader& reader) const;
+  std::string ReadBody(const httplib::Request& request, const httplib::Response& response,
+                       const httplib::ContentReader& reader) const;
   void ServeCompletion(const httplib::Request& request, const std::string& body, httplib::Response& response);
 
   const Settings settings_;
