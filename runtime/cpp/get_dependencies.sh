@@ -47,7 +47,9 @@ else
   ln -sf libonnxruntime.so.1 "$folder/lib/libonnxruntime.so"
   if [ ! -e "$folder/include/onnxruntime/onnxruntime_c_api.h" ] && [ ! -e "$folder/include/onnxruntime_c_api.h" ]; then
     mirror=$({ cat /etc/apt/sources.list /etc/apt/sources.list.d/*.sources 2>/dev/null || true; } |
-      awk '$1 == "deb" && $2 ~ /debian/ {print $2; exit} $1 == "URIs:" && $2 ~ /debian/ {print $2; exit}')
+      awk '$1 == "deb" || $1 == "URIs:" {
+        for (i = 2; i <= NF; i++) if ($i ~ /^[a-z+]+:.*debian/ && $i !~ /security/) {print $i; exit}
+      }')
     state=$(mktemp -d)
     trap 'rm -rf "$state"' EXIT
     mkdir -p "$state/lists/partial" "$state/archives/partial"

@@ -211,6 +211,31 @@ def test_the_folder_of_an_earlier_run_may_be_given_as_onnx_runtimes_and_keeps_it
     assert (got / "lib" / "libonnxruntime.so.1").exists() and list((got / "include").rglob("onnxruntime_c_api.h"))
 
 
+@pytest.mark.parametrize(
+    "sources",
+    [
+        "deb http://mirror.test/debian bookworm main",
+        "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://mirror.test/debian bookworm main",
+        "deb http://security.test/debian-security bookworm-security main\ndeb http://mirror.test/debian bookworm main",
+        "Types: deb\nURIs: http://mirror.test/debian-security http://mirror.test/debian\nSuites: bookworm",
+    ],
+)
+def test_headers_come_from_the_systems_mirror_whatever_its_list_of_sources_has_beside_it(tmp_path: Path, sources: str) -> None:
+    programs = {
+        "cat": 'echo "$SOURCES"',
+        "dpkg-query": "echo install ok installed",
+        "apt-get": 'for given; do case $given in Dir::Etc::sourcelist=*) cp "${given#*=}" "$ASKED";; esac; done; exit 1',
+    }
+    for name, does in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SOURCES": sources, "ASKED": str(tmp_path / "asked")}
+    script = ROOT / "runtime" / "cpp" / "get_dependencies.sh"
+    without = {key: value for key, value in os.environ.items() if key != "ONNXRUNTIME_ROOT"}
+    subprocess.run([script, tmp_path / "got", sys.executable], env={**without, **given}, timeout=60, check=False)
+    assert (tmp_path / "asked").read_text() == "deb http://mirror.test/debian trixie main\n"
+
+
 def test_only_the_c_functions_are_exported() -> None:
     if shutil.which("nm") is None:
         pytest.skip("there is no nm here")
