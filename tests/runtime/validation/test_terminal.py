@@ -66,6 +66,7 @@ def test_no_line_is_broken_where_the_output_is_not_a_terminal(
 def test_on_a_terminal_lines_are_as_long_as_the_terminal_is_wide(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # in a dumb one, rich takes 80 columns
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     show(_result())
