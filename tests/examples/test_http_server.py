@@ -102,7 +102,6 @@ def _sent(server: Server, data: bytes) -> tuple[int, str]:
             400,
             "Content-Length and Transfer-Encoding are both given",
         ),
-        (b"GET /health HTTP/1.1\r\nContent-Length: 1\0\r\n\r\n", 400, " is not "),  # a number, or, httplib 0.18 says, HTTP
         (b"GET /health HTTP/1.1\r\nContent-Length : 1\r\n\r\n", 400, "a header's name contains a space"),
         (b"GET /health HTTP/1.1\r\n Content-Length: 1\r\n\r\n", 400, "a header's name contains a space"),
         (
@@ -150,6 +149,12 @@ def _sent_in_pieces(server: Server, pieces: list[bytes]) -> int:
         answer = http.client.HTTPResponse(connection)
         answer.begin()
         return answer.status
+
+
+def test_a_nul_in_a_header_is_refused(server: Server) -> None:
+    status, text = _sent(server, b"GET /health HTTP/1.1\r\nContent-Length: 1\0\r\n\r\n")
+    assert status == 400
+    assert "is not a number of bytes" in text or "is not HTTP/1.1" in text  # httplib 0.11, and 0.18, which does not read it
 
 
 @pytest.mark.parametrize(("size", "status"), [(65_536, 200), (65_537, 431), (65_600, 431), (81_920, 431)])
