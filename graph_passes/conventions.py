@@ -75,6 +75,13 @@ def optional_input(node: ir.Node, index: int) -> ir.Value | None:
     return node.inputs[index] if index < len(node.inputs) else None
 
 
+def single_consumer(value: ir.Value, op_type: str) -> ir.Node:
+    """The only node that reads `value`, of that type."""
+    (node,) = value.consumers()
+    assert node.op_type == op_type, f"{value.name} is not read by {op_type}"
+    return node
+
+
 def inputs_by_name(graph: ir.Graph | ir.Function) -> dict[str | None, ir.Value]:
     """The graph's inputs, by name."""
     return {value.name: value for value in graph.inputs}

@@ -22,7 +22,14 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from skipdecode import bindings
-from skipdecode.graph_passes.conventions import MS_DOMAIN, inputs_by_name, int64_constant_node, required_input, static_dim
+from skipdecode.graph_passes.conventions import (
+    MS_DOMAIN,
+    inputs_by_name,
+    int64_constant_node,
+    required_input,
+    single_consumer,
+    static_dim,
+)
 from skipdecode.graph_passes.rotary_table import rotary_table
 from skipdecode.graph_passes.slot_biases import last_slots, slot_biases
 from skipdecode.graph_passes.take_over import take_over
@@ -68,7 +75,7 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
     num_heads, kv_heads, head_size = static_dim(query, 1), static_dim(present[0], 1), static_dim(present[0], 3)
     attended, sinks = _result_and_sinks(node)
     visible, bias = _visible_and_bias(required_input(node, 3))
-    transpose = _single_consumer(attended, "Transpose")
+    transpose = single_consumer(attended, "Transpose")
     (reshape_or_slice,) = transpose.outputs[0].consumers()
     heads = [query, *new_key_and_value]
     rotary_tables = rotary_table(graph, heads[:2], max_length)
@@ -118,19 +125,13 @@ def _producer_of_type(value: ir.Value, op_type: str) -> ir.Node:
     return node
 
 
-def _single_consumer(value: ir.Value, op_type: str) -> ir.Node:
-    (node,) = value.consumers()
-    assert node.op_type == op_type, f"{value.name} is not read by {op_type}"
-    return node
-
-
 def _result_and_sinks(attention: ir.Node) -> tuple[ir.Value, ir.Value | None]:
     """The attention's result with sinks applied, and the sinks [NH], which take a share of its softmax; None: it has no sinks."""
     if len(attention.outputs) < 4:
         return attention.outputs[0], None
     assert attention.attributes["qk_matmul_output_mode"].as_int() == 2, "scores that are not those of the softmax"
-    difference = _single_consumer(_single_consumer(attention.outputs[3], "ReduceLogSumExp").outputs[0], "Sub")
-    scaled_result = _single_consumer(_single_consumer(difference.outputs[0], "Sigmoid").outputs[0], "Mul")
+    difference = single_consumer(single_consumer(attention.outputs[3], "ReduceLogSumExp").outputs[0], "Sub")
+    scaled_result = single_consumer(single_consumer(difference.outputs[0], "Sigmoid").outputs[0], "Mul")
     assert attention.outputs[0] in scaled_result.inputs, "a share of something else"
     return scaled_result.outputs[0], required_input(_producer_of_type(required_input(difference, 1), "Reshape"), 0)
 

@@ -10,8 +10,8 @@ Why: TensorRT's parser takes no cap (Gemma 2) and no output but the first (atten
 - a second attention to the same keys in one plan (layers that read another layer's keys): TensorRT-RTX 1.7.1's builder crashes
   with signal 11.
 
-Queries that share keys become rows of one product, so that no key is duplicated. The softmax is in fp32. TensorRT-RTX 1.7.1
-copies all slots once for each of the two products.
+Queries that share keys become rows of one product, so that no key is duplicated. The softmax is in fp32, and
+so is what sinks leave of it. TensorRT-RTX 1.7.1 copies all slots once for each of the two products.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import int64_constant, required_input, static_dim
+from skipdecode.graph_passes.conventions import int64_constant, required_input, single_consumer, static_dim
 from skipdecode.graph_passes.take_over import take_over
 from skipdecode.graph_passes.turn_queries_into_tokens import MIN_HEADS, exceeds_single_token_kernel, num_heads_to_merge
 
@@ -79,14 +79,32 @@ class _WrittenOut:
         assert kind is not None
         shares = self._cast(self._tape.op("Softmax", [scores], {"axis": -1}), kind)
         rows = self._tape.op("MatMul", [self._group_by_kv_head(shares, static_dim(self._keys, 2)), self._values])
-        made = {0: self._split_by_query_head(rows, static_dim(self._query, 3))}
+        attended = self._split_by_query_head(rows, static_dim(self._query, 3))
+        self._graph.insert_before(self._node, self._tape.nodes)
+        take_over(self._node.outputs[0], attended)
         if len(self._node.outputs) > 1:
             assert self._node.attributes["qk_matmul_output_mode"].as_int() == 2, "scores that are not those of the softmax"
-            made[3] = self._cast(scores, kind)
-        self._graph.insert_before(self._node, self._tape.nodes)
-        for index, value in made.items():
-            take_over(self._node.outputs[index], value)
+            self._widen_sinks(scores)
         self._graph.remove(self._node, safe=True)
+
+    def _widen_sinks(self, scores: ir.Value) -> None:
+        """Compute Sigmoid(ReduceLogSumExp(scores) - sinks), what sinks leave of the softmax, from the scores in fp32.
+
+        The sum's logarithm may be as large as the scores: bf16 would round 20 to eighths, and the share by up to 2 %.
+        """
+        logsumexp = single_consumer(self._node.outputs[3], "ReduceLogSumExp")
+        difference = single_consumer(logsumexp.outputs[0], "Sub")
+        sigmoid = single_consumer(difference.outputs[0], "Sigmoid")
+        share, self._tape = sigmoid.outputs[0], Tape()
+        assert share.dtype is not None
+        total = self._tape.op("ReduceLogSumExp", [scores, required_input(logsumexp, 1)], logsumexp.attributes)
+        sinks = self._cast(required_input(difference, 1), ir.DataType.FLOAT)
+        wide_share = self._tape.op("Sigmoid", [self._tape.op("Sub", [total, sinks])])
+        narrow_share = self._cast(wide_share, share.dtype)
+        self._graph.insert_before(sigmoid, self._tape.nodes)
+        take_over(share, narrow_share)
+        for node in (sigmoid, difference, logsumexp):
+            self._graph.remove(node, safe=True)
 
     def _scores(self) -> ir.Value:
         """The scaled, capped and masked scores, [B,NH,S,C] in fp32."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
+from onnx.reference import ReferenceEvaluator
 
 from skipdecode.graph_passes.write_out_attention import WriteOutAttentionPass
-from tests.graph_passes.running import run_model, with_shapes
+from tests.graph_passes.running import replaced, run_model, with_shapes
 
 CAPPED = """<ir_version: 10, opset_import: ["" : 24]>
 attend (float[B,4,S,16] query, float[B,2,6,16] key, float[B,2,6,16] value, bool[B,1,S,6] mask)
@@ -20,8 +21,12 @@ WITH_SCORES = CAPPED.replace("<scale = 0.25, softcap = 2.0>", "<scale = 0.25, qk
     "attended = Attention", "out, present_key, present_value, scores = Attention"
 ).replace(
     "(query, key, value, mask)\n}",
-    "(query, key, value, mask)\n    sums = ReduceLogSumExp <keepdims = 1> (scores, last)  attended = Mul (out, sums)\n}",
-).replace("(float[B,4,S,16] attended)", "(float[B,4,S,16] attended) <int64[1] last = {-1}>")  # fmt: skip
+    """(query, key, value, mask)
+    sums = ReduceLogSumExp <keepdims = 1> (scores, last)  difference = Sub (sums, sinks)  share = Sigmoid (difference)
+    attended = Mul (out, share)\n}""",
+).replace(
+    "(float[B,4,S,16] attended)", "(float[B,4,S,16] attended)\n    <int64[1] last = {-1}, float[4,1,1] sinks = {3, 1, 2, 0.5}>"
+)  # fmt: skip
 FEW_HEADS = CAPPED.replace(", softcap = 2.0", "").replace("[B,4,S,16]", "[B,2,S,16]")
 SMALL_HEADS = CAPPED.replace(", softcap = 2.0", "").replace("16]", "8]")
 TWICE = """<ir_version: 10, opset_import: ["" : 24]>
@@ -59,6 +64,20 @@ def test_it_is_written_out_with_the_same_result(text: str) -> None:
     feeds = _feeds(before)
     np.testing.assert_allclose(run_model(after, feeds)[0], run_model(before, feeds)[0], rtol=1e-5, atol=1e-6)
     assert not WriteOutAttentionPass(slots=6)(after).modified
+
+
+def test_what_sinks_leave_of_the_softmax_is_computed_in_single_precision() -> None:
+    """fp16 would round the logarithms, here 16 to 32 as the scores, to 64ths, bf16 to eighths. ONNX Runtime never does so."""
+    larger = replaced(WITH_SCORES, ("{3, 1, 2, 0.5}", "{20, 21, 19, 22}"))
+    cast = ("float[4,1,1] sinks", "float[4,1,1] wide"), ("    out,", "    sinks = Cast <to = 10> (wide)  out,")
+    wide, narrow = with_shapes(larger), with_shapes(replaced(larger, *cast).replace("float[B", "float16[B"))
+    assert WriteOutAttentionPass(slots=6)(narrow).modified
+    feeds = _feeds(wide)
+    eighths = np.rint(4 * feeds["key"] + 10) / 8  # scores, their sums, are exact in fp16
+    feeds |= {"query": np.full_like(feeds["query"], 4), "key": eighths, "value": np.ones_like(feeds["value"])}
+    narrowed = {name: array if array.dtype == bool else array.astype(np.float16) for name, array in feeds.items()}
+    found = ReferenceEvaluator(ir.to_proto(narrow)).run(None, narrowed)[0]
+    np.testing.assert_allclose(found, run_model(wide, feeds)[0], rtol=1e-3)
 
 
 def test_the_second_of_two_operators_that_read_the_same_keys_is_written_out() -> None:
