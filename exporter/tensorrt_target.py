@@ -36,6 +36,7 @@ from skipdecode.graph_passes.run_passes import run_passes
 from skipdecode.graph_passes.share_tied_weight import ShareTiedWeightPass
 from skipdecode.graph_passes.slice_gathers import SliceGathersPass
 from skipdecode.graph_passes.split_norm_scales import SplitNormScalesPass
+from skipdecode.graph_passes.split_products import SplitProductsPass
 from skipdecode.graph_passes.split_table import SplitTablePass
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.turn_queries_into_tokens import TurnQueriesIntoTokensPass
@@ -246,6 +247,7 @@ def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantizat
     lowered, name = graph.clone(), graph.graph.name
     passes: list[ir.passes.PassBase] = [FreezeSlotsPass(slots=slots), WriteOutAttentionPass(slots=slots)]
     passes += [TurnQueriesIntoTokensPass(slots=slots), AvoidUnitScalePass()]
+    passes += [SplitProductsPass()] if not quantization else []
     passes += [WriteOutConvolutionPass(), WriteOutLinearAttentionPass(max_tokens=min(PREFILL_CHUNK, slots))]
     passes += [WriteOutExpertsPass(), SplitNormScalesPass(), DropUnusedInputsPass()]
     passes += [ShareTiedWeightPass(tied)] if tied else []

@@ -108,6 +108,15 @@ def reorder_parameter(graph: ir.Graph, value: ir.Value, order: np.ndarray[tuple[
     )
 
 
+def slice_parameter(graph: ir.Graph, value: ir.Value, start: int, end: int, axis: int) -> ir.Value:
+    """A parameter with rows (axis 0) or columns (axis 1) `start` to `end` of `value`."""
+    assert value.const_value is not None
+    tensor, chosen = value.const_value, (slice(None),) * axis + (slice(start, end),)
+    sizes = list(tensor.shape.numpy())
+    sizes[axis] = end - start
+    return _lazy_parameter(graph, f"{value.name}.from_{start}", sizes, [tensor], lambda arrays: arrays[0][chosen].copy())
+
+
 def _lazy_parameter(
     graph: ir.Graph,
     name: str,

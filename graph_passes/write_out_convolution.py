@@ -1,7 +1,11 @@
-"""Write out a causal convolution that keeps a state as a Conv over state and new tokens: TensorRT lacks the operator.
+"""Write out a causal convolution that keeps a state as a sum of shifted tokens: TensorRT lacks the operator.
 
     CausalConvWithState(x [B,C,S], weight [C,1,K], bias, past [B,C,K-1])
-    -> Conv <group = C> (Concat(past, x), weight, bias), and the last K - 1 of Concat(past, x)
+    -> bias + the sum over K of tokens[:, k : k + S] * weight[:, 0, k], with tokens = Concat(past, x) [B,K-1+S,C], whose last
+       K - 1 are the new state
+
+Why not Conv: for its layout TensorRT-RTX 1.7.1 transposes the product in front of it, but in prompts only, and stores that
+product's matrix a second time (see `split_products`). Written so, a layer of Mamba-2 also has fewer kernels.
 
 The graph goes back to the opset of standard graphs (`OPSET`).
 """
@@ -33,9 +37,24 @@ def _write_out(graph: ir.Graph, node: ir.Node) -> None:
     activation = node.attributes.get_string("activation", "none")
     assert activation in ("none", *_SILU), f"activation {activation}"
     tape = Tape()
-    joined = tape.op("Concat", [past, inputs], {"axis": 2})
-    out = tape.op("Conv", [joined, weight, *([bias] if bias is not None else [])], {"group": static_dim(weight, 0)})
+    taps = static_dim(past, 2) + 1
+    joined = tape.op("Concat", [_transposed(tape, past), _transposed(tape, inputs)], {"axis": 1})
+    weights = tape.op("Transpose", [tape.op("Squeeze", [weight, int64_constant(tape, 1)])], {"perm": [1, 0]})  # [K,C]
+    out = bias
+    for tap in range(taps):
+        end = TO_THE_END if tap == taps - 1 else tap + 1 - taps
+        part = tape.op("Slice", [joined, int64_constant(tape, tap), int64_constant(tape, end), int64_constant(tape, 1)])
+        of_tap = tape.op("Slice", [weights, int64_constant(tape, tap), int64_constant(tape, tap + 1), int64_constant(tape, 0)])
+        product = tape.op("Mul", [part, of_tap])
+        out = product if out is None else tape.op("Add", [out, product])
+    assert out is not None
     if activation in _SILU:
         out = tape.op("Mul", [out, tape.op("Sigmoid", [out])])
-    present = tape.op("Slice", [joined, *(int64_constant(tape, bound) for bound in (-static_dim(past, 2), TO_THE_END, 2))])
+    out = _transposed(tape, out)
+    last = tape.op("Slice", [joined, *(int64_constant(tape, bound) for bound in (1 - taps, TO_THE_END, 1))])
+    present = _transposed(tape, last)
     ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [out, present])
+
+
+def _transposed(tape: Tape, value: ir.Value) -> ir.Value:
+    return tape.op("Transpose", [value], {"perm": [0, 2, 1]})

@@ -32,6 +32,7 @@ from skipdecode.graph_passes.quantize_plan_experts import QuantizePlanExpertsPas
 from skipdecode.graph_passes.quantize_plan_weights import QuantizePlanWeightsPass
 from skipdecode.graph_passes.share_tied_weight import ShareTiedWeightPass
 from skipdecode.graph_passes.slice_gathers import SliceGathersPass
+from skipdecode.graph_passes.split_products import SplitProductsPass
 from skipdecode.graph_passes.split_table import SplitTablePass
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.turn_queries_into_tokens import TurnQueriesIntoTokensPass
@@ -209,6 +210,17 @@ def test_a_step_of_linear_attention_inverts_nothing(
     assert (len(of_states) - len(in_prompts), len(in_prompts)) == (in_a_step, in_a_prompt)
     states = {name for layer in layers for name in layer.outputs if name.startswith("present_")}
     assert {"present_conv_state.0", "present_recurrent_state.0"} <= states
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba"])
+def test_the_product_in_front_of_a_convolution_is_one_kernel_in_steps_and_in_prompts(
+    name: str, part: Part, tmp_path: Path
+) -> None:
+    """Otherwise its matrix would be stored once as a whole, for steps, and once in parts."""
+    linear = WriteOutConvolutionPass(), WriteOutLinearAttentionPass(max_tokens=PREFILL.tokens[2])
+    layers = build(part(name), tmp_path, *LOWERING, SplitProductsPass(), *linear)
+    merged = [layer.name for layer in layers if layer.name.count("node_MatMul") == 3]
+    assert ["[profile 1]" in kernel for kernel in merged] == [False, True], [layer.name for layer in layers]
 
 
 @pytest.mark.parametrize("how", [None, Quantization(bits=8), Quantization(bits=4)], ids=str)
