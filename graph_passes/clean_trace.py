@@ -29,6 +29,7 @@ from skipdecode.graph_passes.fuse_unit_norm import FuseUnitNormPass
 from skipdecode.graph_passes.run_passes import run_passes
 from skipdecode.graph_passes.turn_weight_first_products import TurnWeightFirstProductsPass
 from skipdecode.graph_passes.unflatten_rows import UnflattenRowsPass
+from skipdecode.graph_passes.widen_softmax import WidenSoftmaxPass
 from skipdecode.graph_passes.widen_states import WidenStatesPass
 from skipdecode.graph_passes.write_out_inverse_root import WriteOutInverseRootPass
 
@@ -76,6 +77,7 @@ def clean_trace(model: ir.Model) -> None:
         FreezeReshapesPass(),
         DropEmptyProductsPass(),
         TurnWeightFirstProductsPass(),
+        WidenSoftmaxPass(),
         WidenStatesPass(),
         common.CommonSubexpressionEliminationPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
