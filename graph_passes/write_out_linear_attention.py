@@ -58,7 +58,7 @@ def _write_out(graph: ir.Graph, node: ir.Node, max_tokens: int) -> None:
     gate = _split_heads(tape, required_input(node, 4), heads)
     token_indices = _token_indices(tape, query)
     decays = _decays(tape, gate, token_indices)
-    decays_from_start = tape.op("Exp", [tape.op("CumSum", [gate, int64_constant(tape, 2)])])
+    decays_from_start = tape.op("Exp", [_cumulated(tape, gate)])
     if rule == "gated_delta":
         beta = _split_heads(tape, required_input(node, 5), heads)
         recalled = _product(tape, tape.op("Mul", [key, decays_from_start]), past)
@@ -79,7 +79,7 @@ def _decays(tape: Tape, gate: ir.Value, token_indices: tuple[ir.Value, ir.Value]
     """The decays of gates g [B,H,S,1]: e^(g_(i+1) + .. + g_t), 0 for i > t; [B,H,S,S]."""
     later = _zero_outside(tape, tape.op("Greater", [*token_indices]), gate)
     # the first token's row is zeros and left out, so that a single token leaves nothing to sum
-    sums = tape.op("CumSum", [_slice_tokens(tape, later, 1, TO_THE_END), int64_constant(tape, 2)])
+    sums = _cumulated(tape, _slice_tokens(tape, later, 1, TO_THE_END))
     sums = tape.op("Concat", [_slice_tokens(tape, later, 0, 1), sums], {"axis": 2})
     return _zero_outside(tape, tape.op("GreaterOrEqual", [*token_indices]), tape.op("Exp", [sums]))
 
@@ -114,6 +114,11 @@ def _in_same_block(tape: Tape, token_indices: tuple[ir.Value, ir.Value], size: i
 def _split_heads(tape: Tape, rows: ir.Value, heads: int) -> ir.Value:
     """[B,S,H*D] to [B,H,S,D]."""
     return tape.op("Transpose", [tape.op("Reshape", [rows, int64_constant(tape, 0, 0, heads, -1)])], {"perm": [0, 2, 1, 3]})
+
+
+def _cumulated(tape: Tape, value: ir.Value) -> ir.Value:
+    """Sums over the tokens up to each one, of a value [B,H,S,..]."""
+    return tape.op("CumSum", [value, tape.op("Constant", [], {"value_int": 2})])
 
 
 def _slice_tokens(tape: Tape, rows: ir.Value, start: int, end: int) -> ir.Value:

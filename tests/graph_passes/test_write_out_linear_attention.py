@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
+from onnx.reference import ReferenceEvaluator
 
 from skipdecode.graph_passes.write_out_linear_attention import WriteOutLinearAttentionPass
 from tests.graph_passes.running import Array, run_model
@@ -47,6 +48,16 @@ def _assert_gives_the_same(text: str, feeds: dict[str, Array], most_tokens: int 
 @pytest.mark.parametrize("text", [BEFORE, GATED], ids=["gated_delta", "gated"])
 def test_all_tokens_at_once_give_the_same_results_as_one_by_one(text: str, tokens: int) -> None:
     _assert_gives_the_same(text, _feeds(tokens))
+
+
+@pytest.mark.parametrize("text", [BEFORE, GATED], ids=["gated_delta", "gated"])
+def test_onnx_s_own_evaluator_which_is_stricter_than_onnx_runtime_gives_the_same(text: str) -> None:
+    model, feeds = ir.from_onnx_text(text), _feeds(5)
+    before = run_model(model, feeds)
+    WriteOutLinearAttentionPass(max_tokens=8)(model)
+    feeds = {value.name: feeds[value.name] for value in model.graph.inputs}
+    for expected, found in zip(before, ReferenceEvaluator(ir.to_proto(model)).run(None, feeds), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
 def test_without_a_scale_the_operators_default_applies() -> None:
