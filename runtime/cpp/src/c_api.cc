@@ -37,7 +37,7 @@ namespace {
 constexpr char kNoMemory[] = "out of memory; ask for fewer rows or tokens, or free some";
 
 // Returned when not even a status can be allocated; never freed.
-skd_status no_memory{SKD_ERROR_CAPACITY, "out of memory"};  // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
+skd_status no_memory{SKD_ERROR_CAPACITY, "out of memory"};
 
 skd_status* NewStatus(skd_code code, const char* message) {
   try {

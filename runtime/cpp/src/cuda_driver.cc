@@ -21,9 +21,9 @@ void Find(void* library, const char* name, Function* function) {
 Driver Load() {
   void* library = OpenLibrary("", "libcuda.so.1", "the NVIDIA driver", "install it, or load the cpu target");
   Driver driver{};
-  Result (*start)(unsigned flags);
-  Result (*device_of)(int* device, int number);
-  Result (*context_of)(void** context, int device);
+  Result (*start)(unsigned flags) = nullptr;
+  Result (*device_of)(int* device, int number) = nullptr;
+  Result (*context_of)(void** context, int device) = nullptr;
   Find(library, "cuInit", &start);
   Find(library, "cuDeviceGet", &device_of);
   Find(library, "cuDevicePrimaryCtxRetain", &context_of);

@@ -31,7 +31,7 @@ struct Shared {
 
 // Never destroyed, because other static objects may free their blocks after it would have been.
 Shared& TheStream() {
-  static Shared* const shared = new Shared();
+  static auto* const shared = new Shared();
   static const bool made = [] {  // if this throws, the next call tries again, keeping what has been created
     const Driver& driver = cuda_driver::Ready();
     if (shared->stream == nullptr) Check(driver, driver.create_stream(&shared->stream, kNonBlocking));
@@ -241,7 +241,7 @@ void Event::Wait() const {
   Check(driver, driver.wait(event_));
 }
 
-Graph::Graph(const Calls& calls) : launchable_(nullptr) {
+Graph::Graph(const Calls& calls) {
   const Turn turn;
   const Driver& driver = turn.driver;
   if (!turn.shared.ran_in_other_context) RunKernelInOtherContext(turn);

@@ -71,7 +71,7 @@ class Graph {
   void Launch() const;
 
  private:
-  cuda_driver::Launchable* launchable_;
+  cuda_driver::Launchable* launchable_ = nullptr;
 };
 
 }  // namespace skd::cuda_stream

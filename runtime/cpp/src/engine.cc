@@ -37,9 +37,9 @@ Tensor Declared(const char* name, const Ort::TypeInfo& info) {
 
 // The process's one ONNX Runtime environment, with its thread pool. Never destroyed, because other threads may still run
 // engines when static objects are destroyed.
-const Ort::Env* environment = nullptr;  // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
-const OrtApiBase* api_base = nullptr;   // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
-std::mutex environment_mutex;           // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
+const Ort::Env* environment = nullptr;
+const OrtApiBase* api_base = nullptr;
+std::mutex environment_mutex;
 
 // An open library, closed again unless it is accepted: if it stayed open, a later call without a path would get it too.
 using Opened = std::unique_ptr<void, int (*)(void*)>;

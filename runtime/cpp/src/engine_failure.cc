@@ -34,7 +34,8 @@ Error NoMemory(const std::string& message, const std::string& remedy, const std:
 std::string Reason(const std::string& message) {
   // what failed comes first and may have a name of any length, then come source file and function, and last the reason itself
   constexpr size_t kMaxFirstBytes = 100, kMaxLastBytes = 297;
-  const std::string gap = "...", line = message.substr(0, message.find('\n'));
+  const std::string gap = "...";
+  std::string line = message.substr(0, message.find('\n'));
   if (line.empty()) return "no reason given";
   if (line.size() <= kMaxFirstBytes + gap.size() + kMaxLastBytes) return line;
   return FirstBytes(line, kMaxFirstBytes) + gap + LastBytes(line, kMaxLastBytes);

@@ -41,7 +41,7 @@ class KvBuffer {
  private:
   struct Array {
     StateArray state;
-    int64_t start, row_bytes;
+    int64_t start = 0, row_bytes = 0;
   };
   std::byte* At(const Array& array, int64_t row) { return block_.get() + array.start + row * array.row_bytes; }
 
