@@ -16,8 +16,8 @@ MIXTURES = (
     "afmoe", "axk1", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe",
     "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa",
     "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_linear", "kolibri1", "laguna",
-    "lara_mini", "lfm2_moe", "llama4_text", "mellum", "minimax_m2", "mistral4", "mixtral", "nemotron_h", "olmoe", "phimoe",
-    "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "solar_open",
+    "lara_mini", "lfm2_moe", "llama4_text", "mellum", "mimo_v2_flash", "minimax_m2", "mistral4", "mixtral", "nemotron_h",
+    "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "solar_open",
 )  # fmt: skip
 # models whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
 LATENT = (
@@ -185,6 +185,8 @@ def layer_keys(config: Any, layer: int) -> KeyValueSizes:
     if one_kv_head:
         return KeyValueSizes(num_heads=1, head_size=size)
     kv_heads = declared_setting(settings, "num_key_value_heads") or declared_setting(settings, "num_kv_heads") or heads
+    if settings.model_type == "mimo_v2_flash" and layer_kind(settings, layer) == "sliding_attention":
+        kv_heads *= 2  # its layers do so, too
     return KeyValueSizes(num_heads=kv_heads, head_size=size)
 
 
@@ -212,6 +214,12 @@ def returns_tuple(config: Any) -> bool:
 def expands_latents(layer: torch.nn.Module) -> bool:
     """Whether the layer's attention expands keys and values from a latent; transformers would cache only the latent."""
     return hasattr(getattr(layer, "self_attn", None), "expand_kv")
+
+
+def has_narrow_values(layer: torch.nn.Module) -> bool:
+    """Whether the layer's values have fewer numbers a head than its keys, where its attention expands no latent."""
+    attention = getattr(layer, "self_attn", None)
+    return 0 < getattr(attention, "v_head_dim", 0) < getattr(attention, "head_dim", 0)
 
 
 def attention_window(config: Any, layer: int) -> int | None:

@@ -222,7 +222,7 @@ def _keys_and_values(layer: torch.nn.Module, cached: Any, heads: int) -> dict[st
     keys, values = cached.keys, cached.values
     if expands_latents(layer):
         keys, values = layer.self_attn.expand_kv(keys, values)
-        values = pad_to_head_size(values, keys.shape[-1])
+    values = pad_to_head_size(values, keys.shape[-1])
     repeats = keys.shape[1] // heads  # Falcon caches them once per query head
     return {PAST_KEY: keys[0, ::repeats], PAST_VALUE: values[0, ::repeats]}
 

@@ -192,11 +192,12 @@ def _check_streams(config: Any) -> None:
 def _check_heads(config: Any) -> None:
     """Refuse heads that keys do not divide evenly, values wider than keys, and head sizes that are not multiples of 8."""
     heads, keys = config.num_attention_heads, layer_keys(config, 0)
-    if heads % keys.num_heads:
-        raise ModelNotSupportedError(
-            f"its config.json has {heads} heads, not a multiple of its {keys.num_heads} key/value heads",
-            "correct that setting", where=config_origin(config),
-        )  # fmt: skip
+    for kv_heads in sorted({layer_keys(config, layer).num_heads for layer in range(config.num_hidden_layers)}):
+        if heads % kv_heads:
+            raise ModelNotSupportedError(
+                f"its config.json has {heads} heads, not a multiple of its {kv_heads} key/value heads",
+                "correct that setting", where=config_origin(config),
+            )  # fmt: skip
     if (declared_setting(config, "v_head_dim") or 0) > keys.head_size:
         raise unsupported_error(
             config, f"has values of {config.v_head_dim} numbers a head, more than its keys, and a KV buffer holds both"

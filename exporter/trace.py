@@ -34,7 +34,13 @@ from skipdecode.bindings import (
 )
 from skipdecode.exporter import per_layer_inputs
 from skipdecode.exporter.altup import streams_width
-from skipdecode.exporter.architectures import NORM_ON_BOTH_ENDS, DecoderParts, base_name, expands_latents
+from skipdecode.exporter.architectures import (
+    NORM_ON_BOTH_ENDS,
+    DecoderParts,
+    base_name,
+    expands_latents,
+    has_narrow_values,
+)
 from skipdecode.exporter.attention import ScatterCache
 from skipdecode.exporter.state_layers import CONV_STATE, LINEAR_OPSET, RECURRENT_STATE, StateCache, emitting_operators
 from skipdecode.graph_passes.conventions import OPSET
@@ -100,7 +106,7 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.layer, self.rotary, self.layer_type, self.window = layer, rotary, layer_type, window
-        self.latent = expands_latents(layer)
+        self.fills_buffer_late = expands_latents(layer) or has_narrow_values(layer)
         self.input_size = getattr(layer, "hidden_size_per_layer_input", 0)  # P
         self.width = streams_width(layer.config) if self.input_size else 0
 
@@ -147,8 +153,9 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
 
     def _cache_argument(self, parameters: Mapping[str, object]) -> str:
         """The name of the layer's argument that takes its cache."""
-        if self.latent:
-            # a cache would get the latent; this argument reaches `onnx_attention`, which is given the expanded keys and values
+        if self.fills_buffer_late:
+            # a cache would get the latent, or values narrower than its slots; this argument reaches `onnx_attention`, which is
+            # given keys and values as attention reads them
             return "kv_buffer"
         return "layer_past" if "layer_past" in parameters else "cache"
 

@@ -12,6 +12,7 @@ MiniCPM3; 8 to 18 layers of width 640 to 768 in int4; AMD EPYC, 2 cores, interle
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import onnx_ir as ir
 
@@ -128,15 +129,22 @@ def _is_within_heads(node: ir.Node) -> bool:
             return _num_heads(required_input(node)) == 1 and [source[0], *source[2:]] == [made.shape[0], *made.shape[2:]]  # type: ignore[index]
         case "RotaryEmbedding":
             return "num_heads" in node.attributes
-        case "Mul":  # by one factor per token
-            return all(_num_heads(required_input(node, index)) is not None for index in range(2))
+        case "Mul":  # by one factor, or one per token
+            return all(
+                _is_number(value) or _num_heads(value) is not None for value in map(partial(required_input, node), range(2))
+            )
         case kind:
             return kind == "Cast"
 
 
 def _head_inputs(node: ir.Node) -> list[ir.Value]:
     """The node's inputs that hold heads [B,N,S,D]."""
-    return [required_input(node, index) for index in range(len(node.inputs) if node.op_type in ("Concat", "Mul") else 1)]
+    inputs = [required_input(node, index) for index in range(len(node.inputs) if node.op_type in ("Concat", "Mul") else 1)]
+    return [value for value in inputs if not _is_number(value)]
+
+
+def _is_number(value: ir.Value) -> bool:
+    return value.shape is not None and value.shape.rank() == 0
 
 
 def _is_heads_transpose(node: ir.Node) -> bool:

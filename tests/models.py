@@ -286,6 +286,18 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 8},
     "mamba2": {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 2, "chunk_size": 4},
     "mellum": {**_EXPERTS, "num_local_experts": 5, "head_dim": 16, "sliding_window": 5},
+    # layers with a window have attention sinks and twice as many key/value heads; values are narrower than keys
+    "mimo_v2_flash": {
+        **_ROUTED,
+        **_ONE_GROUP,
+        "n_routed_experts": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 48,
+        "v_head_dim": 32,
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention"] * (LAYERS // 2),
+        "mlp_layer_types": ["sparse"] * LAYERS,
+    },
     "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 32},
     "minicpm3": {**_LATENT, "q_lora_rank": None},
     "ministral": {"head_dim": 16, "sliding_window": 5},
@@ -344,12 +356,13 @@ RELATIVES: dict[str, Callable[[], Any]] = {
     for name, more in _RELATIVES.items()
 }
 # Relatives that, with the variations below and the tests that name a model, take every branch of exporter, passes and runtime
-# that all relatives take (coverage.py, 2026-11-29), and two whose layers differ in their heads or scale queries by position.
+# that all relatives take (coverage.py, 2026-11-29), two whose layers differ in their heads, and one that scales queries by
+# position.
 # `make survey` runs the others; some of those (Mixtral, LFM2, Falcon-H1, ..) also run for cuda and tensorrt-rtx by default.
 EVERY_PATH = (
     "bloom", "codegen", "deepseek_v2", "falcon", "flex_olmo", "gemma3n_text", "glm4", "glm4_moe", "gpt_bigcode", "gpt_neo",
-    "gpt_oss", "gptj", "kimi_linear", "laguna", "lara_mini", "llama4_text", "mamba", "ministral3", "modernbert-decoder",
-    "mpt", "nanochat", "olmo_hybrid", "qwen3_5_text", "recurrent_gemma", "stablelm", "vaultgemma", "xglm",
+    "gpt_oss", "gptj", "kimi_linear", "laguna", "lara_mini", "llama4_text", "mamba", "mimo_v2_flash", "ministral3",
+    "modernbert-decoder", "mpt", "nanochat", "olmo_hybrid", "qwen3_5_text", "recurrent_gemma", "stablelm", "vaultgemma", "xglm",
 )  # fmt: skip
 EACH_RELATIVE = [pytest.param(name, marks=() if name in EVERY_PATH else pytest.mark.survey) for name in RELATIVES]
 # models of the architectures above with other settings

@@ -48,6 +48,17 @@ def test_keys_that_transformers_caches_per_query_head_are_reduced_to_the_models_
     assert {array.shape[:2] for array in found.values()} == {(config.num_kv_heads, 4)}
 
 
+def test_values_narrower_than_keys_are_as_wide_as_the_kv_buffer_holds_them() -> None:
+    config = RELATIVES["mimo_v2_flash"]()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    found = _states(model, full_depth(LAYERS), [5, 6, 7], [8, 9])
+    assert config.v_head_dim < config.head_dim
+    heads = {0: config.num_key_value_heads, 1: 2 * config.num_key_value_heads}  # in layers with a window
+    for name, array in found.items():
+        assert array.shape == (heads[int(name.rpartition(".")[2]) % 2], 4, config.head_dim)
+        assert name.startswith("past_key") or not array[..., config.v_head_dim :].any()
+
+
 def test_the_reference_computes_in_fp32_with_weights_rounded_as_in_the_bundle(zoo: Zoo) -> None:
     given, taken = zoo.model("llama").state_dict(), _load(Checkpoint(zoo.checkpoint("llama")), torch.float16).state_dict()
     assert any((given[name] != weight).any() for name, weight in taken.items())

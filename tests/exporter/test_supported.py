@@ -19,6 +19,7 @@ from tests.models import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES
         ("gemma4_text", {"per_layer_config": {1: {"skip": ["mlp"]}}}, "gemma4_text has settings for individual layers"),
         ("gemma4_text", {"global_head_dim": 20}, "has heads of size 20"),
         ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "4 heads, not a multiple of its 3"),
+        ("mimo_v2_flash", {"num_key_value_heads": 4}, "4 heads, not a multiple of its 8"),  # in layers with a window
         ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4 in its config.json; write 0 to 3"),
         ("gemma4_text", {"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1 in its config.json; write 0 to 3"),
         ("gemma4_text", {"num_kv_shared_layers": 7}, "num_kv_shared_layers is 7 in its config.json; write 0 to 3"),

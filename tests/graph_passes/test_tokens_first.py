@@ -28,6 +28,7 @@ FORMS = {
     "a head for all": "a = Reshape (one, single)  b = Expand (a, spread)  y = Cast <to = 1> (b)",
     "beside a head for all": "a = Reshape (one, single)  b = Expand (a, spread)  y = Concat <axis = -1> (front, b)",
     "times a factor of the token's": "y = Mul (front, factor)",
+    "times a number": "half = Constant <value_float = 0.5> ()  y = Mul (front, half)",
 }
 
 
