@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,14 +63,15 @@ class CheckpointSource:
                 self._files[name].append(file)
         self._unread = set(self._files)
         stored = dequantise_lazily({name: partial(self._read_stored, name) for name in self._files}, skeleton.config)
-        self._readers = stored | convert_lazily(stored, skeleton.config, skeleton.shapes)
+        # what conversions make of a tensor goes before the tensor itself, which another name may find: ERNIE 4.5 VL's routers
+        self._readers = ChainMap(convert_lazily(stored, skeleton.config, skeleton.shapes), stored)
         self._base = skeleton.parts.prefix.split(".")[0]
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Parameter `name`, in the dtype of the file."""
         readers = self._readers
         tied = [parameter for parameter, kept in self._skeleton.canonical.items() if kept == name]
-        matches = (next((key for key in _possible_names(parameter, self._base) if key in readers), None) for parameter in tied)
+        matches = (self._stored_name(parameter) for parameter in tied)
         names = [key for key in matches if key is not None]
         where = str(self._checkpoint)
         if not names:
@@ -84,6 +85,11 @@ class CheckpointSource:
                     where=where,
                 )
         return value
+
+    def _stored_name(self, parameter: str) -> str | None:
+        """The name under which a parameter is found, among converted tensors if it is there; None: it is not found."""
+        names = [*_possible_names(parameter, self._base)]
+        return next((name for readers in self._readers.maps for name in names if name in readers), None)
 
     def warn_of_unread(self) -> None:
         """Warn, once all parameters are read, of layers' weights and biases that the checkpoint holds but the model lacks."""
@@ -140,6 +146,7 @@ def _possible_names(name: str, base: str) -> Iterator[str]:
     yield f"{base}.language_model.{short}"  # as transformers 5 writes it
     yield f"{base}.language_model.{name}"  # HyperCLOVA X's
     yield f"{base}.text_model.{short}"  # Idefics' and SmolVLM's
+    yield f"{base}.text_model.{name}"  # Emu3's
     if base != "model":
         yield f"model.language_model.{short}"
         yield f"language_model.model.{short}"

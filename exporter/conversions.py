@@ -27,6 +27,8 @@ from transformers.core_model_loading import (
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.dequantize import Read
 
+_OF_TEXT = ".text_moe."  # in the names of ERNIE 4.5 VL's experts for text, next to those for images
+
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
@@ -50,9 +52,10 @@ def convert_lazily(stored: Mapping[str, Read], config: Any, shapes: Mapping[str,
         ModelNotSupportedError: on reading, where pieces do not fit together.
     """
     model_type = config.model_type
-    # the whole model's rules first
-    kinds = (getattr(config, "whole_type", model_type), model_type, getattr(config, "text_part_of", model_type))
-    rules = [rule for kind in dict.fromkeys(kinds) for rule in get_checkpoint_conversion_mapping(kind) or []]
+    # the whole model's rules first; the decoder's own may not fit those of a text part with another name (ERNIE 4.5 VL's)
+    part = config.text_part_of if whole_model_has_conversion_rules(config) else model_type
+    kinds = dict.fromkeys((getattr(config, "whole_type", model_type), part))
+    rules = [rule for kind in kinds for rule in get_checkpoint_conversion_mapping(kind) or []]
     if config.model_type == "llama4_text":
         rules += _llama_4_expert_rules()
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -71,7 +74,7 @@ def convert_lazily(stored: Mapping[str, Read], config: Any, shapes: Mapping[str,
         first = converter.target_patterns[0]
         for target in converter.target_patterns:  # where one tensor is split, `parameter` is the first target
             name = parameter.replace(first, target)
-            readers[name] = partial(_convert, converter, parameter, name, names, stored, context)
+            readers[name.replace(_OF_TEXT, ".")] = partial(_convert, converter, parameter, name, names, stored, context)
     return readers
 
 

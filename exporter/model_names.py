@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from skipdecode.exporter.adapter_config import base_model
 from skipdecode.exporter.architectures import register_language_model
 from skipdecode.exporter.checkpoint import lacks_head, stored_dtype
 from skipdecode.exporter.checkpoint_folder import Checkpoint, checkpoint_folder
-from skipdecode.exporter.config_json import blaming_config, reason
+from skipdecode.exporter.config_json import blaming_config, read_settings, reason
 from skipdecode.exporter.download import download
 from skipdecode.exporter.load_adapter import load_adapter
 from skipdecode.exporter.opt_sizes import opt_config, opt_hub_id
@@ -21,11 +22,25 @@ from skipdecode.exporter.quantization_config import check_quantised, modelopt_se
 from skipdecode.exporter.supported import check_single_stack
 
 # Text parts of models that also see or hear, for which transformers has no language-model class -> the decoder that computes the
-# same, and settings that override config.json's. These text parts rotate queries and keys by three positions per token (time,
-# height, width), which are equal for text.
+# same, and settings that override config.json's, some of them by functions of it. Most of these text parts rotate queries and
+# keys by three or four positions per token (time, height, width, ..), which are equal for text.
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "emu3_text_model": ("llama", {}),
+    "ernie4_5_vl_moe_text": (
+        "ernie4_5_moe",
+        {  # for images it has other experts
+            "moe_intermediate_size": lambda text: text.moe_intermediate_size[0],
+            "moe_layer_start_index": lambda text: text.mlp_layer_types.count("dense"),
+        },
+    ),
     "glm4v_moe_text": ("glm4_moe", {"use_qk_norm": False}),
     "glm4v_text": ("glm4", {"attention_bias": True}),
+    "glm_ocr_text": ("glm4", {"attention_bias": False}),
+    "granite4_vision_text": ("granite", {}),
+    "granite_docling_text": ("granite", {}),
+    "hunyuan_vl_text": ("hunyuan_v1_dense", {}),
+    "paddleocr_vl_text": ("llama", dict.fromkeys(("attention_bias", "mlp_bias"), attrgetter("use_bias"))),
+    "phi4_multimodal": ("phi3", {}),
     "qwen2_5_omni_text": ("qwen2", {}),
     "qwen2_5_vl_text": ("qwen2", {}),
     "qwen2_vl_text": ("qwen2", {}),
@@ -111,24 +126,39 @@ def _text_part(config: Any, folder: Path) -> Any:
         text.whole_type = config.model_type
     text.name_or_path = config.name_or_path
     text.return_dict = True  # callers here read a model's outputs by name
-    if text is not config and getattr(config, "tie_word_embeddings", False) and lacks_head(folder):
-        text.tie_word_embeddings = True
+    if text is not config and lacks_head(folder):
+        text.tie_word_embeddings |= getattr(config, "tie_word_embeddings", False)
+    elif text is not config and _unties_flatly(folder):
+        text.tie_word_embeddings = False
     return text
+
+
+def _unties_flatly(folder: Path) -> bool:
+    """Whether config.json has the text part's settings among the whole model's, and a `tie_word_embeddings` of false.
+
+    transformers leaves that one with the whole model, and then takes the text part's default (PaddleOCR-VL's is true).
+    """
+    settings = read_settings(folder / "config.json")
+    return "text_config" not in settings and settings.get("tie_word_embeddings") is False
 
 
 def _as_decoder(text: Any) -> Any:
     from transformers import AutoConfig
 
-    if text.model_type not in DECODERS:
+    kind = type(text).model_type  # the instance may have the whole model's (HunyuanOCR's)
+    if kind not in DECODERS:
         return text
-    decoder, overrides = DECODERS[text.model_type]
-    settings = {name: value for name, value in text.to_dict().items() if name not in ("model_type", "architectures")}
+    decoder, overrides = DECODERS[kind]
+    own = ("model_type", "architectures", "audio_config", "vision_config")  # Phi-4 multimodal's text part is the whole
+    settings = {name: value for name, value in text.to_dict().items() if name not in own}
+    overrides = {name: value(text) if callable(value) else value for name, value in overrides.items()}
     rotary = settings.pop("rope_parameters", None) or {}
     plain_rotary = {name: value for name, value in rotary.items() if name not in ("mrope_section", "mrope_interleaved")}
+    plain_rotary.setdefault("partial_rotary_factor", 1.0)  # GLM-4's own default is half of each head
     if settings.get("head_dim") is None:
         settings["head_dim"] = text.hidden_size // text.num_attention_heads
     decoder_config = AutoConfig.for_model(decoder, **{**settings, **overrides}, rope_parameters=plain_rotary)
-    decoder_config.text_part_of = text.model_type.removesuffix("_text")
+    decoder_config.text_part_of = kind.removesuffix("_text")
     return decoder_config
 
 

@@ -54,7 +54,7 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"{schedule!r} is not a Schedule", "make one with build_schedule", where="skip_schedule")
     whole_model, decoder = _find_decoder(model)
-    kind, _ = DECODERS.get(decoder.config.model_type, (None, {}))
+    kind, _ = DECODERS.get(type(decoder.config).model_type, (None, {}))
     parts = decoder_parts(decoder, kind)
     depth = len(parts.layers)
     if schedule.num_layers != depth:
@@ -86,8 +86,8 @@ def _find_decoder(model: torch.nn.Module) -> tuple[PreTrainedModel, PreTrainedMo
         raise ModelNotSupportedError(
             f"{type(model).__name__} is not a transformers model", "give one, or a module that wraps one"
         )
-    text_type = models[0].config.get_text_config().model_type
-    return models[0], next((module for module in models if module.config.model_type == text_type), models[0])
+    text_type = type(models[0].config.get_text_config()).model_type
+    return models[0], next((module for module in models if type(module.config).model_type == text_type), models[0])
 
 
 def _check_masks(decoder: PreTrainedModel) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,7 @@ def test_the_text_part_of_a_vision_model_is_read(text: str, tmp_path: Path) -> N
 
 
 _EYE = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+_EYE |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 _EAR = {"encoder_layers": 1, "d_model": 32, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "output_dim": 64}
 _HALF_ROTARY = {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
 # vision models -> the decoder that their text part is, and its settings on top of that decoder's
@@ -54,6 +58,20 @@ _VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3VL": ("qwen3", {}),
     "Qwen3VLMoe": ("qwen3_moe", {"norm_topk_prob": False}),  # its router ignores it
     "Qwen3OmniMoe": ("qwen3_moe", {"num_experts": 5}),
+    "Ernie4_5_VLMoe": (
+        "ernie4_5_moe",
+        {
+            "moe_intermediate_size": [48, 32],  # of experts for text and for images
+            "mlp_layer_types": ["dense", "dense", *["sparse"] * (LAYERS - 2)],
+            "rope_parameters": {"mrope_section": [2, 2, 4]},
+        },
+    ),
+    "GlmOcr": ("glm4", {}),
+    "HunYuanVL": (
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "xdrope", "alpha": 1000.0, "factor": 1.0, "mrope_section": [2] * 4}},
+    ),
+    "PaddleOCRVL": ("llama", {"use_bias": True}),
 }
 
 
@@ -69,8 +87,12 @@ def vision_model(kind: str) -> Any:
         config = getattr(transformers, f"{kind}Config")(thinker_config=thinker.to_dict(), enable_audio_output=False)
     else:
         config = getattr(transformers, f"{kind}Config")(text_config=settings, vision_config=_EYE, image_token_id=95)
+    return _with_large_weights(getattr(transformers, f"{kind}ForConditionalGeneration"), config)
+
+
+def _with_large_weights(model_class: Any, config: Any) -> Any:
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    model = model_class(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.2)
@@ -92,6 +114,76 @@ def test_the_text_part_of_a_vision_model_is_read_as_its_decoder(kind: str, tmp_p
     model = vision_model(kind)
     model.save_pretrained(tmp_path)  # under the names of checkpoints on the hub
     _assert_text_part_is_read(getattr(model, "thinker", model), tmp_path, _VISION_MODELS[kind][0])
+
+
+def _phi_4() -> Any:
+    """Its text part and the whole have one configuration."""
+    longrope = {"rope_type": "longrope", "short_factor": [1.0 + index / 4 for index in range(6)], "long_factor": [9.0] * 6}
+    text = {**CONFIGS["phi3"]().to_dict(), "rope_parameters": {**longrope, "rope_theta": 100.0, "partial_rotary_factor": 0.75}}
+    text |= {"original_max_position_embeddings": 48, "tie_word_embeddings": True}
+    text.pop("model_type")
+    eye = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_token_id": 95}
+    ear = {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2, "input_size": 8}
+    ear |= {"nemo_conv_channels": 8, "ext_pw_out_channel": 32, "audio_token_id": 96}
+    eye |= {"crop_size": 28, "image_size": 28, "patch_size": 14}
+    config = transformers.Phi4MultimodalConfig(**text, vision_config=eye, audio_config=ear)
+    return _with_large_weights(transformers.Phi4MultimodalForCausalLM, config)
+
+
+def _granite(kind: str) -> Any:
+    eye = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    eye |= {"patch_size": 14, "out_hidden_size": 64}
+    more: dict[str, Any] = {}
+    if kind == "Granite4Vision":
+        eye["model_type"] = "siglip_vision_model"
+        more = {
+            "image_token_index": 95,
+            "downsample_rate": "1/2",
+            "deepstack_layer_map": [[0, 0]],
+            "spatial_target_layers": [1] * 4,
+        }
+    text = {name: value for name, value in RELATIVES["granite"]().to_dict().items() if name != "model_type"}
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=eye, **more)
+    return _with_large_weights(getattr(transformers, f"{kind}ForConditionalGeneration"), config)
+
+
+def _emu_3() -> Any:
+    text = {name: value for name, value in CONFIGS["llama"]().to_dict().items() if name != "model_type"}
+    pictures = {"base_channels": 32, "num_res_blocks": 1, "codebook_size": 4, "embed_dim": 4, "latent_channels": 4}
+    pictures |= {"hidden_size": 32, "channel_multiplier": [1, 1], "attn_resolutions": [4]}
+    words = {**{f"<|visual token {index:06}|>": 90 + index for index in range(4)}, "<image>": 95}
+    config = transformers.Emu3Config(text_config=text, vq_config=pictures, vocabulary_map=words)
+    return _with_large_weights(transformers.Emu3ForConditionalGeneration, config)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (_phi_4, "phi3"),
+        (partial(_granite, "Granite4Vision"), "granite"),
+        (partial(_granite, "GraniteDocling"), "granite"),
+        (_emu_3, "llama"),
+    ],
+)
+def test_the_text_parts_of_other_models_are_read_as_their_decoders(make: Callable[[], Any], text: str, tmp_path: Path) -> None:
+    model = make()
+    model.save_pretrained(tmp_path)
+    _assert_text_part_is_read(model, tmp_path, text)
+
+
+@pytest.mark.parametrize("kind", ["HunYuanVL", "PaddleOCRVL"])
+def test_a_text_part_may_have_its_settings_among_the_whole_models(kind: str, tmp_path: Path) -> None:
+    """As on the hub, where PaddleOCR-VL has a head of its own, and transformers' text part would not."""
+    model = vision_model(kind)
+    model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
+    untied = _with_large_weights(type(model), model.config)
+    untied.save_pretrained(tmp_path)
+    nested = json.loads((tmp_path / "config.json").read_text())
+    flat = {**nested.pop("text_config"), **nested, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    _assert_text_part_is_read(untied, tmp_path, _VISION_MODELS[kind][0])
+    (tmp_path / "config.json").write_text(json.dumps({**flat, "tie_word_embeddings": True}))
+    assert load_config(str(tmp_path))[0].tie_word_embeddings
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -141,9 +233,12 @@ def test_a_text_part_may_have_the_names_of_smolvlm_and_hyperclova_x(names: str, 
     _assert_text_part_is_read(model, tmp_path, "llama")
 
 
-@pytest.mark.parametrize("kind", ["Glm4v", "Qwen2_5_VL", "Qwen3VLMoe"])
+@pytest.mark.parametrize("kind", ["Glm4v", "Qwen2_5_VL", "Qwen3VLMoe", "Ernie4_5_VLMoe", "Phi4Multimodal"])
 def test_inside_skip_schedule_a_vision_model_computes_what_its_text_part_computes(kind: str, tmp_path: Path) -> None:
-    model, ids = vision_model(kind), torch.tensor([[5, 6, 7, 8, 3, 9, 11, 12], [9, 8, 7, 6, 5, 4, 3, 2]])
+    model, ids = (
+        _phi_4() if kind == "Phi4Multimodal" else vision_model(kind),
+        torch.tensor([[5, 6, 7, 8, 3, 9, 11, 12], [9, 8, 7, 6, 5, 4, 3, 2]]),
+    )
     model.save_pretrained(tmp_path)
     alone, mask = reference_run._load(Checkpoint(tmp_path), torch.float32), torch.ones_like(ids)
     labels = torch.where(torch.arange(8) < torch.tensor([[3], [5]]), -100, ids)
