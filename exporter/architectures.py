@@ -65,11 +65,12 @@ _PARTS = {
     "phi": ("", "layers", ("final_layernorm",), "rotary_emb"),
     **dict.fromkeys(
         (
-            "apertus", "apertus1p5_text", "arcee", "bitnet", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4",
-            "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "granite", "granite_swa",
-            "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "minicpm3", "ministral",
-            "ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "phi3", "qwen2", "qwen3",
-            "qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu", *MIXTURES,
+            "apertus", "apertus1p5_text", "arcee", "bitnet", "cohere", "cohere2", "cohere_compass_text", "cwm", "ernie4_5",
+            "exaone", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
+            "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama",
+            "minicpm3", "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid",
+            "phi3", "qwen2", "qwen3", "qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu",
+            *MIXTURES,
         ),
         ("", "layers", ("norm",), "rotary_emb"),
     ),

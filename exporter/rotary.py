@@ -12,7 +12,10 @@ from skipdecode.exporter.architectures import declared_setting, layer_kind
 
 def rotary_base(config: Any, layer: int) -> float | None:
     """The rotary base of `layer` where it has its own; 0: the layer rotates nothing; None: the model's base."""
-    if config.model_type == "lara_mini" and layer_kind(config, layer) == "full_attention":
+    kind = layer_kind(config, layer)
+    if config.model_type == "lara_mini" and kind == "full_attention":
+        return 0
+    if config.model_type == "cohere_compass_text" and config.rope_parameters[kind] is None:
         return 0
     bases: list[float] | None = declared_setting(config, "layer_rope_theta")
     return bases[layer] if bases else None
@@ -37,7 +40,7 @@ def freeze_rotary(rotary: Any) -> Any:
     kinds, scaling = rotary.rope_type, rotary.config.rope_parameters
     rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # some have one per layer kind
     if hasattr(rotary, "recomposition_frequencies"):  # merges positions in time, height and width, which are equal for text
-        rotary.recomposition_frequencies = lambda frequencies: torch.cat((frequencies[0], frequencies[0]), dim=-1)
+        rotary.recomposition_frequencies = lambda frequencies, *_: torch.cat((frequencies[0], frequencies[0]), dim=-1)
     if "short_mscale" in scaling:  # Phi MoE reads the scaling from its configuration in every pass
         rotary.config = copy.copy(rotary.config)
         rotary.config.rope_parameters = {**scaling, "rope_type": "default", "attention_factor": scaling["short_mscale"]}

@@ -114,6 +114,16 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         "expert_selection_fn": "sigmoid",
         "sliding_window": 5,
     },
+    # layers that see all tokens have no rotary embedding
+    "cohere_compass_text": {
+        "head_dim": 16,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 2, 2]},
+            "full_attention": None,
+        },
+    },
     "cwm": {"head_dim": 16, "sliding_window": 5},
     "deepseek_v2": {
         **_EXPERTS,

@@ -58,6 +58,7 @@ _VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3VL": ("qwen3", {}),
     "Qwen3VLMoe": ("qwen3_moe", {"norm_topk_prob": False}),  # its router ignores it
     "Qwen3OmniMoe": ("qwen3_moe", {"num_experts": 5}),
+    "CohereCompass": ("cohere_compass_text", {"rope_parameters": RELATIVES["cohere_compass_text"]().rope_parameters}),
     "Ernie4_5_VLMoe": (
         "ernie4_5_moe",
         {
@@ -78,7 +79,9 @@ _VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def vision_model(kind: str) -> Any:
     """A vision model with weights large enough that a mistake shows."""
     text, more = _VISION_MODELS[kind]
-    rotary = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3], **more.get("rope_parameters", {})}
+    rotary = more.get("rope_parameters", {})
+    if "full_attention" not in rotary:  # there is not one for each kind of layer
+        rotary = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3], **rotary}
     settings = {**(CONFIGS | RELATIVES)[text]().to_dict(), "head_dim": 16, "tie_word_embeddings": False, **more}
     settings = {**settings, "rope_parameters": rotary}
     settings.pop("model_type")
