@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import MethodType
 from typing import Any
 
 import torch
@@ -40,8 +41,22 @@ def freeze_rotary(rotary: Any) -> Any:
     kinds, scaling = rotary.rope_type, rotary.config.rope_parameters
     rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # some have one per layer kind
     if hasattr(rotary, "recomposition_frequencies"):  # merges positions in time, height and width, which are equal for text
-        rotary.recomposition_frequencies = lambda frequencies, *_: torch.cat((frequencies[0], frequencies[0]), dim=-1)
+        rotary.forward = MethodType(_rotate_by_one_position, rotary)
     if "short_mscale" in scaling:  # Phi MoE reads the scaling from its configuration in every pass
         rotary.config = copy.copy(rotary.config)
         rotary.config.rope_parameters = {**scaling, "rope_type": "default", "attention_factor": scaling["short_mscale"]}
     return rotary
+
+
+def _rotate_by_one_position(
+    self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [B,S,D] of positions [B,S], or [3,B,S] in a model's own forward pass.
+
+    transformers merges cosines and sines of three positions, which no pass fuses with the rotation.
+    """
+    kind = f"{layer_type}_" if hasattr(self, f"{layer_type}_inv_freq") else ""
+    positions = position_ids[0] if position_ids.ndim == 3 else position_ids
+    angles = positions[..., None].float() * getattr(self, f"{kind}inv_freq").float()
+    angles, factor = torch.cat((angles, angles), dim=-1), getattr(self, f"{kind}attention_scaling")
+    return (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
