@@ -67,10 +67,10 @@ _PARTS = {
         (
             "apertus", "apertus1p5_text", "arcee", "bitnet", "cohere", "cohere2", "cohere_compass_text", "cwm", "ernie4_5",
             "exaone", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
-            "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama",
-            "minicpm3", "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid",
-            "phi3", "qwen2", "qwen3", "qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu",
-            *MIXTURES,
+            "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2",
+            "llama", "minicpm3", "ministral", "ministral3", "mistral", "muse_glimmer_text", "nanochat", "nemotron", "olmo",
+            "olmo2", "olmo3", "olmo_hybrid", "phi3", "qwen2", "qwen3", "qwen3_5_text", "seed_oss", "smollm3", "stablelm",
+            "starcoder2", "vaultgemma", "youtu", *MIXTURES,
         ),
         ("", "layers", ("norm",), "rotary_emb"),
     ),
@@ -97,11 +97,11 @@ class DecoderParts:
 
 
 def register_language_model(config: Any) -> None:
-    """Register Mistral 4 with AutoModelForCausalLM: transformers 5.24 lists its class only among vision-language models."""
-    if config.model_type == "mistral4":
-        from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+    """Register with AutoModelForCausalLM a model that transformers 5.24 has only inside vision-language models."""
+    if config.model_type in ("mistral4", "muse_glimmer_text"):
+        from skipdecode.exporter import text_models
 
-        AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+        text_models.register()
 
 
 def decoder_parts(model: torch.nn.Module, kind: str | None = None) -> DecoderParts:

@@ -19,6 +19,8 @@ def rotary_base(config: Any, layer: int) -> float | None:
     if config.model_type == "cohere_compass_text" and config.rope_parameters[kind] is None:
         return 0
     bases: list[float] | None = declared_setting(config, "layer_rope_theta")
+    if config.model_type == "muse_glimmer_text" and bases and bases[layer]:
+        return None  # only whether there is one is read
     return bases[layer] if bases else None
 
 

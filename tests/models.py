@@ -319,6 +319,14 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         "rope_parameters": {**_BY_POSITION, "partial_rotary_factor": 1 / 3},
     },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5, "intermediate_size": 128},
+    # layers that see all tokens have no rotary embedding; a factor and a cap low enough to matter
+    "muse_glimmer_text": {
+        "head_dim": 16,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+        "layer_rope_theta": [10000.0, 0] * (LAYERS // 2),
+        "final_logit_softcapping": 1.0,
+    },
     "modernbert-decoder": {"local_attention": 10},  # twice the window
     "mpt": {"attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.7}},
     "nanochat": {},
