@@ -13,16 +13,17 @@ from skipdecode.model import KeyValueSizes
 
 # mixtures of experts, whose layers choose a few of many MLPs per token; Granite 4, Jamba and Nemotron-H may have no experts
 MIXTURES = (
-    "afmoe", "axk1", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe",
-    "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa",
-    "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_linear", "kolibri1", "laguna",
-    "lara_mini", "lfm2_moe", "llama4_text", "mellum", "mimo_v2_flash", "minimax_m2", "mistral4", "mixtral", "nemotron_h",
-    "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "solar_open",
+    "afmoe", "axk1", "axk2", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1",
+    "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe",
+    "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_linear", "kolibri1",
+    "laguna", "lara_mini", "lfm2_moe", "llama4_text", "mellum", "mimo_v2_flash", "minimax_m2", "mistral4", "mixtral",
+    "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe",
+    "solar_open",
 )  # fmt: skip
 # models whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
 LATENT = (
-    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear",
-    "minicpm3", "mistral4", "sarvam_mla", "youtu",
+    "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa",
+    "kimi_linear", "minicpm3", "mistral4", "sarvam_mla", "youtu",
 )  # fmt: skip
 # models without attention: each layer is only a Mamba block
 STATE_ONLY = ("falcon_mamba", "mamba", "mamba2")
@@ -46,7 +47,7 @@ OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt", "xglm")
 NORM_ON_BOTH_ENDS = ("nanochat",)
 # models whose attention sees only `index_topk` tokens that an indexer chooses -> a pattern of the indexer's parameters; no bundle
 # needs them, since `check_supported` refuses rows of more than `index_topk` tokens
-INDEXED = dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), r"\.indexer\.")
+INDEXED = dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), r"\.indexer\.")
 # the activation of Gemma 4's experts, where those of most models have SwiGLU
 EXPERTS_GELU = "gelu_pytorch_tanh"
 # models whose checkpoints may hold experts as MXFP4, which is dequantised as it is read

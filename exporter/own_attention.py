@@ -165,6 +165,7 @@ def _attend_and_project(
 
 
 _FORWARDS: dict[str, Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor | None] | None]] = {
+    "AXK2Indexer": _attend_to_all,
     "BloomAttention": _bloom,
     "CodeGenAttention": _codegen,
     "DeepseekV32Indexer": _attend_to_all,

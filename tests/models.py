@@ -88,6 +88,18 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "apertus1p5_text": {"output_vocab_size": 90},  # the head leaves out the tokens of images and sound
     "axk1": {**_ROUTED, **_LATENT, "n_routed_experts": 8, **_ALL_MIXED},
+    # queries and the output's gate are one product; norms have gates; without groups of experts
+    "axk2": {
+        **_EXPERTS,
+        **_LATENT,
+        **_ALL_MIXED,
+        "n_routed_experts": 8,
+        "routed_scaling_factor": 2.5,
+        "index_topk": MAX_LENGTH,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "gated_norm_rank": 8,
+    },
     "arcee": {},
     # head_dim is that of its linear attention; transformers then sets it to the size of the rotary part
     "bailing_hybrid": {
