@@ -13,7 +13,7 @@ from skipdecode.model import KeyValueSizes
 
 # mixtures of experts, whose layers choose a few of many MLPs per token; Granite 4, Jamba and Nemotron-H may have no experts
 MIXTURES = (
-    "afmoe", "axk1", "axk2", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1",
+    "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1",
     "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe",
     "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_linear", "kolibri1",
     "laguna", "lara_mini", "lfm2_moe", "llama4_text", "mellum", "mimo_v2_flash", "minimax_m2", "mistral4", "mixtral",
@@ -256,7 +256,7 @@ def has_experts(config: Any) -> bool:
 
 def experts_per_token_setting(config: Any) -> str:
     """The name of the setting for the number of experts per token."""
-    return "top_k_experts" if config.model_type == "gemma4_text" else "num_experts_per_tok"
+    return {"aria_text": "moe_topk", "gemma4_text": "top_k_experts"}.get(config.model_type, "num_experts_per_tok")
 
 
 def experts_per_token(config: Any) -> int | list[int]:

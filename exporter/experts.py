@@ -21,7 +21,12 @@ EXPERTS_NAME = "skipdecode_onnx"
 
 def _all_experts(module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """hidden [T,H], the K of E experts `chosen` for each token [T,K] int64, and their weights [T,K] -> [T,H]."""
-    experts = _gpt_oss_experts if module.has_bias else _gated_experts if module.has_gate else _nemotron_h_experts
+    if module.has_bias:
+        experts = _gpt_oss_experts
+    elif not module.has_gate:
+        experts = _nemotron_h_experts
+    else:
+        experts = _turned_experts if module.is_transposed else _gated_experts
     return _weighted_sum(experts(module, hidden), hidden, chosen, weights)
 
 
@@ -32,7 +37,7 @@ def llama_4_mixture(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tenso
     best, chosen = torch.topk(logits, 1, dim=-1)
     scaled = hidden * torch.sigmoid(best.float()).to(hidden.dtype)
     weights = torch.softmax(best, dim=-1)  # always 1; shows `fuse_router` that only the logits choose
-    return self.shared_expert(hidden) + _weighted_sum(_llama_4_experts(self.experts, scaled), scaled, chosen, weights), logits
+    return self.shared_expert(hidden) + _weighted_sum(_turned_experts(self.experts, scaled), scaled, chosen, weights), logits
 
 
 def _weighted_sum(outputs: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -55,8 +60,8 @@ def _gated_experts(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tenso
     return _matmul(module.act_fn(gate) * up, module.down_proj.transpose(1, 2), (experts, tokens, width))
 
 
-def _llama_4_experts(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Llama 4's experts: `gate_up_proj` [E,H,2I], gate columns before up columns, and `down_proj` [E,I,H]."""
+def _turned_experts(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Llama 4's and Aria's experts: `gate_up_proj` [E,H,2I], gate columns before up columns, and `down_proj` [E,I,H]."""
     tokens, width = hidden.shape
     experts, _, doubled = module.gate_up_proj.shape
     gate, up = _matmul(hidden[None], module.gate_up_proj, (experts, tokens, doubled)).split(doubled // 2, dim=-1)

@@ -221,7 +221,8 @@ def _check_experts(config: Any) -> None:
 
     Choosing more than there are fails in the trace, and uneven groups mix tokens.
     """
-    name = "num_experts" if hasattr(config, "num_experts") else "num_local_experts"
+    names = ("num_experts", "moe_num_experts", "num_local_experts")
+    name = next((name for name in names if hasattr(config, name)), names[-1])
     _check_whole_numbers(config, (name,), required=True)
     experts = getattr(config, name)
     chosen, groups = experts_per_token(config), getattr(config, "n_group", None)

@@ -10,6 +10,7 @@ import torch
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import dry_run
+from skipdecode.exporter.architectures import register_language_model
 from skipdecode.exporter.dry_run import check_runs
 from tests.models import CONFIGS, EACH_RELATIVE, RELATIVES
 
@@ -18,6 +19,7 @@ LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "
 
 def _config(name: str, rope: dict[str, Any] | None = None) -> Any:
     config = (CONFIGS | RELATIVES)[name]()
+    register_language_model(config)
     if rope is not None:
         config.rope_parameters = {"rope_theta": 100.0, "original_max_position_embeddings": 32, **rope}
     return config
