@@ -9,6 +9,7 @@ import torch
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.config_json import config_origin
+from skipdecode.exporter.refused_models import REASONS
 from skipdecode.model import KeyValueSizes
 
 # mixtures of experts, whose layers choose a few of many MLPs per token; Granite 4, Jamba and Nemotron-H may have no experts
@@ -147,6 +148,8 @@ def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
 
 def check_known(config: Any) -> None:
     """Raise ModelNotSupportedError unless the architecture is in `SUPPORTED`."""
+    if config.model_type in REASONS:
+        raise unsupported_error(config, REASONS[config.model_type], "docs/models.md says which models can be exported")
     if config.model_type not in _PARTS:
         raise unsupported_error(config, "is not among the supported architectures", f"choose one of {', '.join(SUPPORTED)}")
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.architectures import SUPPORTED
+from skipdecode.exporter.model_names import DECODERS
+from skipdecode.exporter.refused_models import REASONS
 from skipdecode.exporter.supported import check_supported
 from tests.models import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES
 
@@ -40,6 +44,13 @@ def test_layers_with_settings_of_their_own_and_sizes_that_nothing_can_compute_ar
     config = make(**settings) if name in RELATIVES else type(make())(**{**make().to_dict(), **settings})
     with pytest.raises(ModelNotSupportedError, match=says):
         check_supported(config, MAX_LENGTH)
+
+
+def test_models_that_were_looked_at_are_refused_for_a_reason() -> None:
+    assert not {*REASONS} & {*SUPPORTED, *DECODERS} and {*REASONS} <= {*CONFIG_MAPPING}
+    for name in ("zamba2", "mllama_text_model", "rwkv"):
+        with pytest.raises(ModelNotSupportedError, match=f"^model: {name} {REASONS[name]}; docs/models.md says which"):
+            check_supported(CONFIG_MAPPING[name](), MAX_LENGTH)
 
 
 def test_values_wider_than_keys_are_refused() -> None:

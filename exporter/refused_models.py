@@ -1,0 +1,24 @@
+"""Models that were looked at, and why they are not exported."""
+
+from __future__ import annotations
+
+# model type -> the rest of a sentence that starts with it
+REASONS = {
+    **dict.fromkeys(("zamba", "zamba2"), "uses a block of weights in several layers, and engines would hold it once for each"),
+    **dict.fromkeys(
+        ("dory", "hrm_text", "inkling2_loop_text"),
+        "goes through layers several times for each token, which no schedule describes",
+    ),
+    **dict.fromkeys(
+        ("deepseek_v4", "glm5_next_text", "hy_v4", "hy_v4_vl_text"), "mixes several streams of each token anew in every layer"
+    ),
+    **dict.fromkeys(("inkling_text", "inkling2_text", "zaya"), "convolves the keys and values of its attention"),
+    **dict.fromkeys(("doge", "minimax_m3_vl_text", "qwen4_exp_text"), "attends to tokens that it chooses"),
+    **dict.fromkeys(("rwkv", "xlstm"), "has a recurrence of its own, for which there is no operator"),
+    "diffllama": "subtracts one attention from another",
+    "jetmoe": "has a mixture of experts in its attention",
+    "longcat_flash": "has two attentions in each layer, and a KV buffer holds the keys of one",
+    "minimax": "has lightning attention, which is not traced",
+    "mllama_text_model": "has layers that attend to images alone",
+    "voxtral_realtime_text": "computes with the delay of what it hears",
+}
