@@ -388,12 +388,13 @@ RELATIVES: dict[str, Callable[[], Any]] = {
 }
 # Relatives that, with the variations below and the tests that name a model, take every branch of exporter, passes and runtime
 # that all relatives take (coverage.py, 2026-11-29), two whose layers differ in their heads, and one that scales queries by
-# position.
-# `make survey` runs the others; some of those (Mixtral, LFM2, Falcon-H1, ..) also run for cuda and tensorrt-rtx by default.
+# position. `make survey` runs the others; some of those (Mixtral, LFM2, Falcon-H1, ..) also run for cuda and tensorrt-rtx by
+# default.
 EVERY_PATH = (
-    "bloom", "codegen", "deepseek_v2", "falcon", "flex_olmo", "gemma3n_text", "glm4", "glm4_moe", "gpt_bigcode", "gpt_neo",
-    "gpt_oss", "gptj", "kimi_linear", "laguna", "lara_mini", "llama4_text", "mamba", "mimo_v2_flash", "ministral3",
-    "modernbert-decoder", "mpt", "nanochat", "olmo_hybrid", "qwen3_5_text", "recurrent_gemma", "stablelm", "vaultgemma", "xglm",
+    "aria_text", "bloom", "codegen", "deepseek_v2", "falcon", "flex_olmo", "gemma3n_text", "glm4", "glm4_moe", "gpt_bigcode",
+    "gpt_neo", "gpt_oss", "gptj", "kimi_linear", "laguna", "lara_mini", "llama4_text", "mamba", "mimo_v2_flash", "ministral3",
+    "modernbert-decoder", "mpt", "nanochat", "olmo_hybrid", "qwen3_5_text", "recurrent_gemma", "stablelm", "vaultgemma",
+    "xglm",
 )  # fmt: skip
 EACH_RELATIVE = [pytest.param(name, marks=() if name in EVERY_PATH else pytest.mark.survey) for name in RELATIVES]
 # models of the architectures above with other settings
