@@ -52,10 +52,13 @@ def convert_lazily(stored: Mapping[str, Read], config: Any, shapes: Mapping[str,
         ModelNotSupportedError: on reading, where pieces do not fit together.
     """
     model_type = config.model_type
-    # the whole model's rules first; the decoder's own may not fit those of a text part with another name (ERNIE 4.5 VL's)
-    part = config.text_part_of if whole_model_has_conversion_rules(config) else model_type
-    kinds = dict.fromkeys((getattr(config, "whole_type", model_type), part))
-    rules = [rule for kind in kinds for rule in get_checkpoint_conversion_mapping(kind) or []]
+    whole_model = (getattr(config, "whole_type", model_type), getattr(config, "text_part_of", model_type))
+    rules = [rule for kind in dict.fromkeys(whole_model) for rule in get_checkpoint_conversion_mapping(kind) or []]
+    if model_type not in whole_model:
+        # the decoder's own, too, but for what those above convert in another way (ERNIE 4.5 VL's experts)
+        known = tuple(pattern for rule in rules for pattern in rule.source_patterns)
+        own = get_checkpoint_conversion_mapping(model_type) or []
+        rules += [rule for rule in own if not any(pattern.endswith(known) for pattern in rule.source_patterns)]
     if config.model_type == "llama4_text":
         rules += _llama_4_expert_rules()
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]

@@ -200,6 +200,24 @@ def test_qwen3_vls_experts_may_be_transposed_or_not(turned: bool, tmp_path: Path
     _assert_text_part_is_read(model, tmp_path, "qwen3_moe")
 
 
+def test_qwen3_vls_experts_may_be_one_tensor_each(tmp_path: Path) -> None:
+    """As llm-compressor writes them; transformers' rules for the whole model do not merge them."""
+    model = vision_model("Qwen3VLMoe")
+    model.config.save_pretrained(tmp_path)
+    state = {}
+    for key, value in model.state_dict().items():
+        if ".experts." not in key:
+            state[key] = value
+            continue
+        path, _, kind = key.rpartition(".")
+        for number, expert in enumerate(value):
+            names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            parts = zip(names, expert.chunk(len(names)), strict=True)
+            state |= {f"{path}.{number}.{name}.weight": part.clone() for name, part in parts}
+    save_file(state, tmp_path / "model.safetensors")
+    _assert_text_part_is_read(model, tmp_path, "qwen3_moe")
+
+
 @pytest.mark.parametrize("names", ["model.language_model.", "model."])
 def test_a_text_part_may_have_the_names_of_any_transformers_version(names: str, tmp_path: Path) -> None:
     model = vision_model("Qwen3VL")
