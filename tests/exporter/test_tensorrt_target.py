@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 import torch
 import transformers
@@ -22,6 +23,7 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.exporter.skeleton import build_skeleton
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
+from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.kv_buffer import MIN_SLOTS
 from skipdecode.model import KeyValueSizes, LayerGroup
 from skipdecode.schedule import full_depth
@@ -264,6 +266,15 @@ def test_a_weight_larger_than_a_tensor_may_be_is_refused_and_a_table_that_can_be
         tensorrt_target.check_tensorrt(skeleton, limits, full_depth(6))
     skeleton.shapes = {"model.norm.weight": (1536,), "model.embed_tokens_per_layer.weight": (262144, 8960)}
     tensorrt_target.check_tensorrt(skeleton, limits, full_depth(6))
+
+
+def test_the_product_in_front_of_a_convolution_is_split_where_it_is_not_quantised(zoo: Zoo) -> None:
+    layer = ir.load(zoo.bundle("mamba2") / "graphs" / "layer_000.onnx")
+    parts = {}
+    for how in (None, Quantization(bits=8)):
+        lowered = tensorrt_target.lower(layer, MAX_LENGTH, None, how)
+        parts[how] = [name for name in lowered.graph.initializers if ".from_" in str(name)]
+    assert [len(names) for names in parts.values()] == [3, 0]
 
 
 @pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid", "jamba", "recurrent_gemma"])
