@@ -87,8 +87,9 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     },
     "apertus": {},
     "apertus1p5_text": {"output_vocab_size": 90},  # the head leaves out the tokens of images and sound
-    "axk1": {**_ROUTED, **_LATENT, "n_routed_experts": 8, **_ALL_MIXED},
+    "arcee": {},
     "aria_text": {"moe_num_experts": 5, "moe_topk": 3, "moe_num_shared_experts": 2, "intermediate_size": 48},
+    "axk1": {**_ROUTED, **_LATENT, "n_routed_experts": 8, **_ALL_MIXED},
     # queries and the output's gate are one product; norms have gates; without groups of experts
     "axk2": {
         **_EXPERTS,
@@ -101,7 +102,6 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         "index_head_dim": 16,
         "gated_norm_rank": 8,
     },
-    "arcee": {},
     # head_dim is that of its linear attention; transformers then sets it to the size of the rotary part
     "bailing_hybrid": {
         **_ROUTED,

@@ -52,6 +52,7 @@ LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "
         ("qwen3_moe", {"num_local_experts": "x"}, "num_local_experts is 'x' in its config.json; write a whole number, 1 or more"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 in its config.json; write 1 to 5"),
         ("deepseek_v3", {"num_experts_per_tok": None}, "num_experts_per_tok is None in its config.json; write 1 to 8"),
+        ("aria_text", {"moe_topk": 6}, "moe_topk is 6 in its config.json; write 1 to 5"),
         ("hunyuan_v1_moe", {"moe_topk": [3, 3, 0, 3, 3, 3]}, "moe_topk is .3, 3, 0, 3, 3, 3. in its config.json; write 1 to 5"),
         ("deepseek_v3", {"n_group": 3}, "n_group is 3 in its config.json; write a divisor of 8"),
         ("deepseek_v3", {"n_group": 0}, "n_group is 0 in its config.json; write a divisor of 8"),

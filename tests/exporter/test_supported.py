@@ -124,6 +124,7 @@ def test_yarn_gives_a_model_with_a_table_of_positions_no_more_of_them() -> None:
             {"index_topk": 47},
             "attends to 47 tokens that it chooses, but --max-length is 48; export with .* 47 or less",
         ),
+        ("axk2", {"index_topk": 47}, "attends to 47 tokens that it chooses, but --max-length is 48"),
         ("deepseek_v32", {"index_topk": 0}, "index_topk is 0 .*; write a whole number, 1 or more"),
         ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size is 0 .*; write a whole number, 1 or more"),
         ("llama4_text", {"floor_scale": 0}, "floor_scale is 0 in its config.json; write a number above 0"),

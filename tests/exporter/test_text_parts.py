@@ -254,13 +254,16 @@ def test_a_text_part_may_have_the_names_of_smolvlm_and_hyperclova_x(names: str, 
     _assert_text_part_is_read(model, tmp_path, "llama")
 
 
-@pytest.mark.parametrize("kind", ["Glm4v", "Qwen2_5_VL", "Qwen3VLMoe", "Ernie4_5_VLMoe", "Phi4Multimodal"])
+@pytest.mark.parametrize("kind", ["Glm4v", "Qwen2_5_VL", "Qwen3VLMoe", "Ernie4_5_VLMoe", "HunYuanVL", "Phi4Multimodal"])
 def test_inside_skip_schedule_a_vision_model_computes_what_its_text_part_computes(kind: str, tmp_path: Path) -> None:
-    model, ids = (
-        _phi_4() if kind == "Phi4Multimodal" else vision_model(kind),
-        torch.tensor([[5, 6, 7, 8, 3, 9, 11, 12], [9, 8, 7, 6, 5, 4, 3, 2]]),
-    )
+    model = _phi_4() if kind == "Phi4Multimodal" else vision_model(kind)
+    ids = torch.tensor([[5, 6, 7, 8, 3, 9, 11, 12], [9, 8, 7, 6, 5, 4, 3, 2]])
     model.save_pretrained(tmp_path)
+    if kind == "HunYuanVL":  # as on the hub; its text part's configuration then names the whole model
+        settings = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**settings.pop("text_config"), **settings}))
+        model = type(model).from_pretrained(tmp_path)
+        assert model.config.text_config.model_type == model.config.model_type
     alone, mask = reference_run._load(Checkpoint(tmp_path), torch.float32), torch.ones_like(ids)
     labels = torch.where(torch.arange(8) < torch.tensor([[3], [5]]), -100, ids)
     schedule = build_schedule(ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=3), LAYERS)
