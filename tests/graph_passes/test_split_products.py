@@ -21,6 +21,13 @@ layer (float[B,S,8] x, float[14,8] w, float[6,1,4] c, float[B,6,3] conv) => (flo
 INPUTS_FIRST = replaced(
     BEFORE, ("turned = Transpose <perm = [1, 0]> (w)  rows = MatMul (x, turned)", "rows = MatMul (x, w)"), ("[14,8]", "[8,14]")
 )
+CAST = replaced(
+    BEFORE,
+    (
+        "columns = Transpose <perm = [0, 2, 1]> (channels)",
+        "wide = Cast <to = 1> (channels)  columns = Transpose <perm = [0, 2, 1]> (wide)",
+    ),
+)
 RNG = np.random.default_rng(0)
 WEIGHT = RNG.standard_normal((14, 8), dtype=np.float32)
 
@@ -36,7 +43,7 @@ def _graph(text: str) -> ir.Model:
     return model
 
 
-@pytest.mark.parametrize("text", [BEFORE, INPUTS_FIRST], ids=["outputs first", "inputs first"])
+@pytest.mark.parametrize("text", [BEFORE, INPUTS_FIRST, CAST], ids=["outputs first", "inputs first", "cast to fp32"])
 def test_each_part_has_a_product_of_its_own_with_the_same_result(text: str) -> None:
     before, after = _graph(text), _graph(text)
     assert SplitProductsPass()(after).modified
@@ -55,8 +62,10 @@ def test_each_part_has_a_product_of_its_own_with_the_same_result(text: str) -> N
     [
         ("y, present = CausalConvWithState (columns, c, , conv)", "y = Identity (columns)"),
         ("rows = MatMul (x, turned)", "product = MatMul (x, turned)  rows = Add (product, product)"),
+        ("Split <axis = -1>", "Split <axis = 1>"),
+        ("gate, channels, step =", "other = Neg (rows)  gate, channels, step ="),
     ],
-    ids=["no convolution", "not a product"],
+    ids=["no convolution", "not a product", "a split of tokens", "a product that is read as a whole, too"],
 )
 def test_other_products_and_other_splits_are_left_alone(change: tuple[str, str]) -> None:
     assert not SplitProductsPass()(_graph(replaced(BEFORE, change))).modified
