@@ -45,11 +45,21 @@ def int64_constant_in_rule(op: Any, *numbers: int) -> Any:
     return op.Constant(value_ints=[*numbers])
 
 
+def slice_along(tape: Tape, value: ir.Value, axis: int, start: int, end: int = TO_THE_END) -> ir.Value:
+    """A value's elements from `start` to `end` along an axis, as new nodes on a tape."""
+    return tape.op("Slice", [value, *(int64_constant(tape, bound) for bound in (start, end, axis))])
+
+
 def cast_node(value: ir.Value, to: ir.DataType) -> ir.Node:
     """A Cast, not yet in any graph."""
     node = ir.node("Cast", [value], {"to": to})
     node.outputs[0].shape, node.outputs[0].type = value.shape, ir.TensorType(to)
     return node
+
+
+def is_cast_to(node: ir.Node, to: ir.DataType) -> bool:
+    """Whether the node is a Cast to that type."""
+    return node.op_type == "Cast" and node.attributes["to"].as_int() == to
 
 
 def producer(value: ir.Value | None) -> ir.Node | None:

@@ -24,10 +24,10 @@ class SplitProductsPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         convolutions = [node for node in model.graph if node.op_type == "CausalConvWithState"]
-        splits = {_made_by(required_input(node)): None for node in convolutions}
-        found = [split for split in splits if split is not None and _parameter(split) is not None]
-        for split in found:
-            _split(model.graph, split)
+        splits = dict.fromkeys(_made_by(required_input(node)) for node in convolutions)
+        found = [(split, parameter) for split in splits if split is not None and (parameter := _parameter(split)) is not None]
+        for split, parameter in found:
+            _split(model.graph, split, *parameter)
         if found:
             RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, bool(found))
@@ -51,11 +51,9 @@ def _parameter(split: ir.Node) -> tuple[ir.Value, bool] | None:
     return matrix_parameter(product)
 
 
-def _split(graph: ir.Graph, split: ir.Node) -> None:
-    found, product = _parameter(split), required_input(split).producer()
-    assert found is not None and product is not None
-    parameter, transposed = found
-    end = 0
+def _split(graph: ir.Graph, split: ir.Node, parameter: ir.Value, transposed: bool) -> None:
+    product, end = required_input(split).producer(), 0
+    assert product is not None
     for output in split.outputs:
         start, end = end, end + static_dim(output, len(output.shape or ()) - 1)
         part = slice_parameter(graph, parameter, start, end, 0 if transposed else 1)

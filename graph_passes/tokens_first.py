@@ -12,7 +12,6 @@ MiniCPM3; 8 to 18 layers of width 640 to 768 in int4; AMD EPYC, 2 cores, interle
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import onnx_ir as ir
 
@@ -130,9 +129,7 @@ def _is_within_heads(node: ir.Node) -> bool:
         case "RotaryEmbedding":
             return "num_heads" in node.attributes
         case "Mul":  # by one factor, or one per token
-            return all(
-                _is_number(value) or _num_heads(value) is not None for value in map(partial(required_input, node), range(2))
-            )
+            return all(_num_heads(value) is not None for value in _head_inputs(node))
         case kind:
             return kind == "Cast"
 

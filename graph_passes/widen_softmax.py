@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from skipdecode.graph_passes.conventions import NARROW, cast_node, required_input
+from skipdecode.graph_passes.conventions import NARROW, cast_node, is_cast_to, required_input
 from skipdecode.graph_passes.take_over import take_over
 
 
@@ -31,7 +31,7 @@ def _is_widened(softmax: ir.Node) -> bool:
         required_input(softmax).dtype in NARROW
         and not shares.is_graph_output()
         and bool(readers)
-        and all(reader.op_type == "Cast" and reader.attributes["to"].as_int() == ir.DataType.FLOAT for reader in readers)
+        and all(is_cast_to(reader, ir.DataType.FLOAT) for reader in readers)
     )
 
 
@@ -40,7 +40,6 @@ def _widen(graph: ir.Graph, node: ir.Node) -> None:
     graph.insert_before(node, widened)
     node.replace_input_with(0, widened.outputs[0])
     shares = node.outputs[0]
-    shares.type = ir.TensorType(ir.DataType.FLOAT)
     for cast in [*shares.consumers()]:
         take_over(cast.outputs[0], shares)
         graph.remove(cast, safe=True)

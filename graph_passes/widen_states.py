@@ -12,7 +12,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from skipdecode.bindings import PAST
-from skipdecode.graph_passes.conventions import NARROW, WITH_STATES, cast_node, producer
+from skipdecode.graph_passes.conventions import NARROW, WITH_STATES, cast_node, is_cast_to, producer
 
 _DELIMITING_PRODUCTS = ("MatMul", "Gemm", "MatMulNBits")  # these delimit the part of a layer that is widened
 _LAYOUT_OPS = ("Squeeze", "Transpose")  # bring a Mamba's state to its stored layout
@@ -89,7 +89,7 @@ def _make_wide(graph: ir.Graph, node: ir.Node, value: ir.Value, wide: set[ir.Nod
     for reader, index in [*value.uses()]:
         if reader in wide:
             continue
-        if reader.op_type == "Cast" and reader.attributes["to"].as_int() == ir.DataType.FLOAT:
+        if is_cast_to(reader, ir.DataType.FLOAT):
             ir.convenience.replace_all_uses_with(reader.outputs[0], value)
             graph.remove(reader, safe=True)
             continue

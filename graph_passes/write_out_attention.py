@@ -10,8 +10,8 @@ Why: TensorRT's parser takes no cap (Gemma 2) and no output but the first (atten
 - a second attention to the same keys in one plan (layers that read another layer's keys): TensorRT-RTX 1.7.1's builder crashes
   with signal 11.
 
-Queries that share keys become rows of one product, so that no key is duplicated. The softmax is in fp32, and
-so is what sinks leave of it. TensorRT-RTX 1.7.1 copies all slots once for each of the two products.
+Queries that share keys become rows of one product, so that no key is duplicated. The softmax is in fp32, and so is
+what sinks leave of it. TensorRT-RTX 1.7.1 copies all slots once for each of the two products.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import OPSET, TO_THE_END, int64_constant, required_input, static_dim
+from skipdecode.graph_passes.conventions import OPSET, TO_THE_END, int64_constant, required_input, slice_along, static_dim
 
 _SILU = ("silu", "swish")  # two names of x * Sigmoid(x)
 
@@ -42,17 +42,14 @@ def _write_out(graph: ir.Graph, node: ir.Node) -> None:
     weights = tape.op("Transpose", [tape.op("Squeeze", [weight, int64_constant(tape, 1)])], {"perm": [1, 0]})  # [K,C]
     out = bias
     for tap in range(taps):
-        end = TO_THE_END if tap == taps - 1 else tap + 1 - taps
-        part = tape.op("Slice", [joined, int64_constant(tape, tap), int64_constant(tape, end), int64_constant(tape, 1)])
-        of_tap = tape.op("Slice", [weights, int64_constant(tape, tap), int64_constant(tape, tap + 1), int64_constant(tape, 0)])
-        product = tape.op("Mul", [part, of_tap])
+        tokens = slice_along(tape, joined, 1, tap, (tap + 1 - taps) or TO_THE_END)
+        product = tape.op("Mul", [tokens, slice_along(tape, weights, 0, tap, tap + 1)])
         out = product if out is None else tape.op("Add", [out, product])
     assert out is not None
     if activation in _SILU:
         out = tape.op("Mul", [out, tape.op("Sigmoid", [out])])
     out = _transposed(tape, out)
-    last = tape.op("Slice", [joined, *(int64_constant(tape, bound) for bound in (1 - taps, TO_THE_END, 1))])
-    present = _transposed(tape, last)
+    present = _transposed(tape, slice_along(tape, joined, 1, 1 - taps))
     ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [out, present])
 
 

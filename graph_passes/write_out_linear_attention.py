@@ -25,7 +25,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import OPSET, TO_THE_END, int64_constant, required_input, static_dim
+from skipdecode.graph_passes.conventions import OPSET, int64_constant, required_input, slice_along, static_dim
 
 _RULES = ("gated", "gated_delta")
 
@@ -69,8 +69,8 @@ def _write_out(graph: ir.Graph, node: ir.Node, max_tokens: int) -> None:
     out = tape.op("Add", [_product(tape, tape.op("Mul", [query, decays_from_start]), past), _product(tape, scores, value)])
     out = tape.op("Mul", [out, _float_constant(tape, node.attributes.get_float("scale", 0.0) or static_dim(past, 2) ** -0.5)])
     out = tape.op("Reshape", [tape.op("Transpose", [out], {"perm": [0, 2, 1, 3]}), int64_constant(tape, 0, 0, -1)])
-    decayed_keys = tape.op("Mul", [key, _transposed(tape, _slice_tokens(tape, decays, -1, TO_THE_END))])
-    decayed_past = tape.op("Mul", [past, _slice_tokens(tape, decays_from_start, -1, TO_THE_END)])
+    decayed_keys = tape.op("Mul", [key, _transposed(tape, slice_along(tape, decays, 2, -1))])
+    decayed_past = tape.op("Mul", [past, slice_along(tape, decays_from_start, 2, -1)])
     present = tape.op("Add", [decayed_past, _product(tape, _transposed(tape, decayed_keys), value)])
     ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [out, present])
 
@@ -79,8 +79,8 @@ def _decays(tape: Tape, gate: ir.Value, token_indices: tuple[ir.Value, ir.Value]
     """The decays of gates g [B,H,S,1]: e^(g_(i+1) + .. + g_t), 0 for i > t; [B,H,S,S]."""
     later = _zero_outside(tape, tape.op("Greater", [*token_indices]), gate)
     # the first token's row is zeros and left out, so that a single token leaves nothing to sum
-    sums = _cumulated(tape, _slice_tokens(tape, later, 1, TO_THE_END))
-    sums = tape.op("Concat", [_slice_tokens(tape, later, 0, 1), sums], {"axis": 2})
+    sums = _cumulated(tape, slice_along(tape, later, 2, 1))
+    sums = tape.op("Concat", [slice_along(tape, later, 2, 0, 1), sums], {"axis": 2})
     return _zero_outside(tape, tape.op("GreaterOrEqual", [*token_indices]), tape.op("Exp", [sums]))
 
 
@@ -119,11 +119,6 @@ def _split_heads(tape: Tape, rows: ir.Value, heads: int) -> ir.Value:
 def _cumulated(tape: Tape, value: ir.Value) -> ir.Value:
     """Sums over the tokens up to each one, of a value [B,H,S,..]."""
     return tape.op("CumSum", [value, tape.op("Constant", [], {"value_int": 2})])
-
-
-def _slice_tokens(tape: Tape, rows: ir.Value, start: int, end: int) -> ir.Value:
-    """The tokens from `start` to `end` of rows [B,H,S,D]."""
-    return tape.op("Slice", [rows, *(int64_constant(tape, bound) for bound in (start, end, 2))])
 
 
 def _product(tape: Tape, left: ir.Value, right: ir.Value) -> ir.Value:
