@@ -43,7 +43,7 @@ class Connection : public httplib::Stream {
   bool wait_writable() const { return is_writable(); }
   time_t duration() const { return 0; }  // only httplib's clients call it
   ssize_t read(char* data, size_t size) {
-    if (HeadIsTooLong()) {
+    if (head_too_long()) {
       if (head_lines_ > 0 || line_end_given_ == kLineEnd.size()) return -1;
       *data = kLineEnd[line_end_given_++];  // httplib does not answer if not even the first line ends
       return 1;
@@ -60,7 +60,7 @@ class Connection : public httplib::Stream {
     }
     size_t given = 0;
     // byte by byte, as httplib reads a head, so that where a long one is cut off does not depend on packets
-    while (!head_ended_ && !HeadIsTooLong() && given < size && next_ < end_) CountHeadByte(data[given++] = buffer_[next_++]);
+    while (!head_ended_ && !head_too_long() && given < size && next_ < end_) CountHeadByte(data[given++] = buffer_[next_++]);
     if (head_ended_) {
       const size_t rest = std::min(size - given, end_ - next_);
       std::copy_n(buffer_.data() + next_, rest, data + given);
@@ -85,7 +85,10 @@ class Connection : public httplib::Stream {
   // Whether reading ended because the rest of the request did not arrive in time.
   bool late() const { return late_; }
   // Whether it ended because the head has more bytes or lines than are served.
-  bool head_too_long() const { return HeadIsTooLong(); }
+  bool head_too_long() const {
+    const size_t most = head_lines_ == 0 ? kMaxFirstLineBytes : kMaxHeadBytes;
+    return !head_ended_ && (head_bytes_ == most || head_lines_ == kMaxHeadLines);
+  }
 
   // Read and discard what the client still sends: closing the socket before that could cost the client its answer.
   void Linger() {
@@ -115,10 +118,6 @@ class Connection : public httplib::Stream {
     return Wait(POLLOUT, &until, writing_, std::chrono::milliseconds(0));
   }
 
-  bool HeadIsTooLong() const {
-    const size_t most = head_lines_ == 0 ? kMaxFirstLineBytes : kMaxHeadBytes;
-    return !head_ended_ && (head_bytes_ == most || head_lines_ == kMaxHeadLines);
-  }
   void CountHeadByte(char byte) {
     ++head_bytes_;
     if (byte == '\n') ++head_lines_;
